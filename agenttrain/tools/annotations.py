@@ -96,8 +96,9 @@ def describe_type(hint: Any, *, shown: bool = True) -> ParameterType:
 
     Raises ValueError for a type without JSON.
     """
-    pydantic_hint = _for_pydantic(hint, ())
-    # As transformers' `get_json_schema`, which has shorter forms for annotations without classes.
+    pydantic_hint = _for_pydantic(hint, within=())
+    # Annotations without classes and enums are written as transformers' `get_json_schema` does,
+    # whose forms are shorter: {"type": ["integer", "string"]} for `int | str`, and not an `anyOf`.
     dialect = PlainToolDialect if _is_plain(hint) else ToolDialect
     try:
         adapter = TypeAdapter(pydantic_hint)

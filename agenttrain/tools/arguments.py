@@ -193,11 +193,14 @@ class _Coercion:
         """Coerce a value to a part of the schema."""
         if not isinstance(part, Mapping):
             return value
+        # A schema contains itself only through a `$ref`. Only there can the same value meet the
+        # same part again and again, so only there is the result remembered.
         if "$ref" not in part:
             return self._convert(value, self.resolver.expand(part))
         key = id(value), id(part)
         if key not in self.results:
             result = self._convert(value, self.resolver.expand(part))
+            # `value` and `part` are stored only to keep them alive: no other object gets their ids.
             self.results[key] = value, part, result
         _, _, result = self.results[key]
         return result

@@ -49,7 +49,8 @@ def build_toolbox(
         # Our settings stand beside the arguments of the user's own code.
         settings, located.bound = split_section(ToolSettings, located.bound, key)
         if settings.isolation is Isolation.process:
-            # Each worker calls this function, which is sent to it by pickle.
+            # A worker gets `make_tool` by pickle and calls it to build its own copy of the tool.
+            # It raises ValueError for a section with several tools.
             make_tool = partial(_rebuild, name, dict(section))
             section_tools: list[Tool] = [ProcessTool(name, make_tool, settings)]
         else:
@@ -91,7 +92,13 @@ def _rebuild(name: str, section: Mapping[str, Any]) -> Tool:
 
 
 def _build(located: Located, name: str) -> list[Tool]:
-    """Build the tools of a section; `build_toolbox` says what its target may be."""
+    """Build the tools of a section.
+
+    A plain function is the tool itself. A class, and a function annotated to return a tool
+    (`_makes_tool`), is first called with the bound arguments. The result is then an object with a
+    method `tools()`, a Tool, a callable that becomes the tool, or an object whose public methods
+    become the tools. Raises ValueError.
+    """
     target, bound, where = located.target, located.bound, located.where
     if not callable(target):
         raise ValueError(f"{where}: {target!r} is not a function or a class")
@@ -100,10 +107,12 @@ def _build(located: Located, name: str) -> list[Tool]:
             # Wrong arguments are found before the target has done anything, say opened a file.
             inspect.signature(target).bind(**bound)
             result = target(**bound)
-        except TypeError as error:
+        except TypeError as error:  # wrong arguments, or an error of the target's own code
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         except ValueError as error:
-            if str(error).partition("=")[0] in bound:  # `path=docs/: there is no such folder`
+            # The target's own check, e.g. `path=docs/: there is no such folder`: the message gets
+            # the full key, tools.<name>.path. Other errors get the whole section before them.
+            if str(error).partition("=")[0] in bound:
                 raise ValueError(about_argument(error, f"tools.{name}", bound)) from error
             raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
         if isinstance(result, Tools):

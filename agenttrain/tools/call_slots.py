@@ -19,7 +19,7 @@ class CallSlots:
     Example::
 
         async with CallSlots([semaphore]) as held:
-            delegate = held.lent_while(context.run_policy)
+            delegate = held.without_slots(context.run_policy)
     """
 
     def __init__(self, slots: Sequence[asyncio.Semaphore]) -> None:
@@ -54,7 +54,7 @@ class CallSlots:
         waiting_s = 0.0 if self._lent_since is None else now - self._lent_since
         return now - self._started - self._waited_s - waiting_s
 
-    def lent_while(self, run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def without_slots(self, run: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Return a function that runs a sub-agent by `run` without the call's slots.
 
         `seconds` does not count its time.

@@ -186,7 +186,8 @@ def expand_variables(name: str, values: object) -> dict[str, str]:
 
 
 def _check_url(url: Any) -> None:
-    """Raise ValueError for an incomplete address, and for one that holds credentials."""
+    """Raise ValueError for an incomplete address, for one with credentials in plain text, and for
+    one that names an environment variable which is not set."""
     hidden = hide_secrets(str(url))
     if not is_web_address(url):
         raise ValueError(f"url={hidden}: must be a whole address, e.g. http://127.0.0.1:8000/mcp")
@@ -199,7 +200,7 @@ def _check_url(url: Any) -> None:
             f"'url={hidden.replace('***', '$NAME:$PASSWORD')}', or "
             "'headers={Authorization: Bearer $TOKEN}'"
         )
-    expand_variables("url", {"url": str(url)})
+    expand_variables("url", {"url": str(url)})  # raises for a variable that is not set
 
 
 SEARCH = "agenttrain.tools.builtin.search.Search"

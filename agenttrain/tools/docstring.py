@@ -12,6 +12,7 @@ _DESCRIPTION = re.compile(r"^(.*?)[\n\s]*(Args:|Returns:|Raises:|\Z)", re.DOTALL
 """The text above the first heading: ``Look up a key.``"""
 _ARGS = re.compile(r"\n\s*Args:\n(.*?)[\n\s]*(Returns:|Raises:|\Z)", re.DOTALL)
 """The lines below ``Args:``, up to the next heading."""
+# " (int, optional)", with one level of parentheses inside: " (tuple(int), optional)".
 _TYPE = r"(?:[ \t]*\((?:[^()\n]|\([^()\n]*\))*\))?"
 _ARGUMENT = re.compile(
     rf"(?:^|\n)([ \t]*)(\w+){_TYPE}:\s*"  # a name, perhaps with a type: `a (int, optional):`
@@ -19,6 +20,8 @@ _ARGUMENT = re.compile(
     rf"(.*?)\s*(?=\n(?!\1[ \t])[ \t]*\w+{_TYPE}:|\Z)",
     re.DOTALL,
 )
+"""A parameter below ``Args:``: its indent, its name, and its description, which may have more
+lines. A type after the name is skipped."""
 _OTHER_NAME = re.compile(
     r"^([ \t]*)(?:Args|Arguments|Parameters|Params|Keyword Args|Keyword Arguments)[ \t]*:[ \t]*$",
     re.MULTILINE,
@@ -42,8 +45,10 @@ class Docstring:
 
 
 def read_docstring(text: str) -> Docstring:
-    """Read a docstring as transformers' `get_json_schema` does, with types and other headings too.
+    """Split a Google docstring into its description and the descriptions of its parameters.
 
+    Reads what transformers' `get_json_schema` reads, and two more forms: parameters with a type,
+    ``limit (int, optional): …``, whose type is ignored, and other headings, such as `Parameters:`.
     Raises ValueError for choices that are not JSON.
     """
     text = re.sub(r"\r\n?", "\n", text.strip())

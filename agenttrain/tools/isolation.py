@@ -46,6 +46,9 @@ class ToolWorker:
 
     `ProcessTool` calls `start`, then `request` for each call, at the end `kill`, and `reap`
     until that returns True. `request` blocks the calling thread. Any thread may call `kill`.
+
+    Messages to the worker are pickles, since a recipe and a context hold Python objects. Answers
+    are JSON: unpickling what a tool's process sends could run any code here.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -53,12 +56,14 @@ class ToolWorker:
         self.busy = False
         """True from a request to its reply. A worker that is given back busy is killed."""
         self.served: set[str] = set()
-        """Rollouts that are not over and whose calls this worker has run."""
+        """Rollouts that are not over and whose calls this worker has run; `BoundWorker` adds them,
+        and `ProcessTool.release` moves them to `unreported_ends`."""
         self.unreported_ends: list[str] = []
-        """Rollouts that have ended since; the next request tells the worker, which releases them.
-        """
+        """Rollouts of `served` that have ended. The next request names them, and the worker's tool
+        releases them."""
         self._recipe = recipe
-        # JSON writes a character in at most 12 bytes, as two escapes. The rest is for other fields.
+        # An answer holds up to MAX_RESULT_CHARS characters. JSON takes at most 12 bytes for one: an
+        # emoji is written as \ud83d\ude00. The other 4 leave room for the reply's other fields.
         self._max_answer_bytes = 16 * MAX_RESULT_CHARS
         self._lock = threading.Lock()
         """Guards `_killed` and `process`: `kill` may come while a thread is in `start`."""
@@ -89,10 +94,12 @@ class ToolWorker:
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 )
                 self._socket = parent_end  # for `kill`, to wake a thread that reads
-                # A copy of the descriptor: the connection and the socket each close theirs.
+                # A copy of the descriptor, because `_connection` and `_socket` each close their own
+                # and would otherwise close the same number twice.
                 self._connection = Connection(os.dup(parent_end.fileno()))
         except BaseException:
-            if self.process is None:  # else the worker is killed, and `reap` closes the socket
+            # With a process, `ProcessTool` kills the worker, and `reap` closes the socket.
+            if self.process is None:
                 parent_end.close()
             raise
         finally:
@@ -129,9 +136,9 @@ class ToolWorker:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
 
     def reap(self, timeout_s: float = 0.0) -> bool:
-        """Wait for at most `timeout_s` for a killed worker; return True once it has ended.
+        """Wait at most `timeout_s` for a killed worker to end; if it has, close its files.
 
-        Its files are closed then.
+        Returns True once it has ended.
         """
         if self.process is None:
             return True

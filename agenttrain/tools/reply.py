@@ -138,12 +138,13 @@ def result_to_text(value: object, *, max_chars: int = MAX_RESULT_CHARS) -> str:
     Example: ``result_to_text({"city": "Óbidos", "ok": None}, max_chars=99)`` is
     ``{"city": "Óbidos", "ok": null}``.
     """
-    value = _in_json_type(value)
+    value = _in_json_type(value)  # a date becomes text here; parts of a list only in `_json_text`
     if isinstance(value, str):
+        # Not str(value), which would run the `__str__` of a user's subclass.
         return _cut_text(str.__str__(value), max_chars)
     try:
         return _json_text(value, max_chars)
-    except TypeError:  # a key of a mapping, which JSONEncoder does not hand to `default`
+    except TypeError:  # a key that JSON lacks, such as a tuple: the encoder converts only values
         return _json_text(_with_plain_keys(value), max_chars)
 
 

@@ -79,25 +79,28 @@ class FunctionTool:
     ) -> None:
         """Make a tool of `function`, called `name` if one is given and as the function otherwise.
 
-        Raises ValueError, with the text to add, if no schema can be made of the function.
+        Raises ValueError if no schema can be made of the function; it quotes what to add to the
+        function, such as a line of its docstring.
         """
-        settings = dict(bound or {})
-        while isinstance(function, functools.partial):  # arguments of a partial count as bound
+        all_bound = dict(bound or {})
+        # Arguments of a partial count as bound. The outer value wins, as in a call of a partial:
+        # `bound` before the partial, and an outer partial before the one inside of it.
+        while isinstance(function, functools.partial):
             signature = inspect.signature(function.func)
-            arguments = signature.bind_partial(*function.args, **function.keywords).arguments
-            function, settings = function.func, {**arguments, **settings}
+            of_partial = signature.bind_partial(*function.args, **function.keywords).arguments
+            function, all_bound = function.func, {**of_partial, **all_bound}
         self.function = function
         self.owner: object = function
         """The object whose `release` and `close` are called: callable instances may have them."""
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        spec = describe_function(function, name=self.name, hidden=settings)
+        spec = describe_function(function, name=self.name, hidden=all_bound)
         self.schema = spec.schema
         self.blocking = blocks(function)
         """True if a call blocks its thread; the toolbox then gives it a thread of its own."""
-        self._bound = settings
+        self._bound = all_bound
         self._builders = spec.builders
         """Parameter -> what makes its argument, where that is no plain JSON value."""
-        self.takes_context = spec.takes_context and "context" not in settings
+        self.takes_context = spec.takes_context and "context" not in all_bound
         """True if the function gets the ToolContext."""
 
     def call(self, arguments: dict[str, Any], context: ToolContext) -> object:

@@ -38,6 +38,8 @@ from agenttrain.utils.names import did_you_mean
 from agenttrain.utils.redaction import hide_secrets
 from agenttrain.utils.threads import DaemonThreads, Outcome, attempt_async, blocks
 
+ALL_BLOCKING = None
+"""Stands for all blocking tools together where a tool's name could stand."""
 CANCEL_S = 0.05
 """Seconds within which a cancelled call must end; after that it counts as stuck."""
 
@@ -131,7 +133,7 @@ class Toolbox:
         # The limits of concurrent calls, for the event loop that last ran one.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._slots: dict[str | None, asyncio.Semaphore] = {}
-        """By the tool's name; None: the threads, which all blocking tools share."""
+        """By the tool's name; ALL_BLOCKING: the threads, which all blocking tools share."""
 
     @property
     def running_calls(self) -> tuple[RunningCall, ...]:
@@ -277,8 +279,8 @@ class Toolbox:
     ) -> tuple[Reply, float]:
         """Return (reply, seconds); the seconds do not count the wait for a slot or a worker."""
         slots = [self._slots_of(entry.tool.name, entry.limits.concurrency)]
-        if entry.function is not None:
-            slots.append(self._slots_of(None, self._thread_limit))
+        if entry.function is not None:  # it blocks a thread, of which all such tools share a number
+            slots.append(self._slots_of(ALL_BLOCKING, self._thread_limit))
         async with CallSlots(slots) as call_slots:
             worker: AbstractAsyncContextManager[Tool] = nullcontext(entry.tool)
             if isinstance(entry.tool, ProcessTool):
@@ -286,8 +288,9 @@ class Toolbox:
                 worker = entry.tool.worker()
                 context = replace(context, run_policy=None, machine=None)
             elif context.run_policy is not None:
-                # A sub-agent runs without the call's slots.
-                context = replace(context, run_policy=call_slots.lent_while(context.run_policy))
+                # The call gives its slots back while its sub-agent runs. A sub-agent that calls the
+                # same tool would otherwise wait for a slot of the call that waits for it.
+                context = replace(context, run_policy=call_slots.without_slots(context.run_policy))
             try:
                 async with worker as tool:
                     request = _Request(entry=entry, tool=tool, arguments=arguments, context=context)
@@ -298,7 +301,7 @@ class Toolbox:
                 return error_reply(error), 0.0
 
     def _slots_of(self, name: str | None, limit: int) -> asyncio.Semaphore:
-        """Return the semaphore for calls of a tool, or for calls of all blocking tools if None."""
+        """Return the semaphore for calls of the tool `name`, or of ALL_BLOCKING tools."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # semaphores belong to one event loop
             self._loop, self._slots = loop, {}

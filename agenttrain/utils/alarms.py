@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
-TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+TIMER_SIGNALS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 SETTERS = ("alarm", "setitimer", "SIGALRM")
 """Names in the code of a function that sets an alarm."""
 MOST_FUNCTIONS = 5_000
@@ -32,17 +32,20 @@ _thread = threading.local()
 
 @contextmanager
 def alarms_refused() -> Iterator[list[str]]:
-    """Refuse alarms in the block, unless this is the main thread; yields the refused calls.
+    """Make `signal.alarm`, `signal.setitimer` and handlers of alarms raise ValueError in the block.
 
-    The list also reveals a function that swallows the ValueError. Without this, only
-    `signal.signal` is refused, and an alarm kills the process.
+    Yields a list to which the name of each refused function is added. It also reveals user code
+    that swallows the ValueError. In the main thread, where alarms work, nothing is refused.
+
+    In another thread Python itself refuses only the handler (`signal.signal`). The alarm would go
+    to the main thread, where no handler is set, and kill the process.
     """
     refused: list[str] = []
     outer: list[str] | None = getattr(_thread, "refused", None)  # of a block around this one
     if threading.current_thread() is threading.main_thread():
         yield refused
         return
-    _patch()
+    _patch()  # the functions of `signal` then look at `_thread.refused`
     _thread.refused = refused
     try:
         yield refused
@@ -56,12 +59,12 @@ def alarms_refused() -> Iterator[list[str]]:
 def _patch() -> None:
     """Make the functions of `signal` check for refused alarms, once in a process."""
     # `signal.signal` calls `_signal.signal`, also where `signal.signal` was imported by name.
-    _check_before(sys.modules["_signal"], "signal")
+    _guard_setter(sys.modules["_signal"], "signal")
     for name in ("alarm", "setitimer"):
-        _check_before(signal, name)
+        _guard_setter(signal, name)
 
 
-def _check_before(module: ModuleType, name: str) -> None:
+def _guard_setter(module: ModuleType, name: str) -> None:
     """Replace a function of `module` by one that raises ValueError where alarms are refused."""
     original = getattr(module, name)
 
@@ -71,9 +74,11 @@ def _check_before(module: ModuleType, name: str) -> None:
         # The list of the innermost `alarms_refused` of this thread; None where alarms are allowed.
         refused: list[str] | None = getattr(_thread, "refused", None)
         # `signal.signal(number, handler)` is refused only for the signals of timers.
-        is_alarm = name != "signal" or (len(arguments) > 0 and arguments[0] in TIMERS)
+        is_alarm = name != "signal" or (len(arguments) > 0 and arguments[0] in TIMER_SIGNALS)
         if refused is not None and is_alarm:
-            refused.append(name)  # the caller may swallow the error, and the owner is warned anyway
+            # `alarms_refused` yields this list. Its owner warns by it, even if user code swallows
+            # the error.
+            refused.append(name)
             raise ValueError(f"signal.{name}: alarms work in the main thread only")
         return original(*arguments)
 
@@ -122,16 +127,19 @@ def may_set_alarms(function: Callable[..., Any]) -> str | None:
         seen.add(id(called))
         cells = zip(called.__code__.co_freevars, called.__closure__ or (), strict=True)
         closure = {name: cell.cell_contents for name, cell in cells if _has_contents(cell)}
+        # Python's code lists the names of globals, imported modules and attributes together:
+        # `math_verify.parse` gives both "math_verify" and "parse".
         names = sorted({*_names_in(called.__code__), *closure})
         if not set(names).isdisjoint(SETTERS):
             return f"{called.__module__}.{called.__qualname__}"
-        # Where the names may lead: the function's own scopes, and the modules that it names. The
-        # names of these modules' attributes are among `names` too.
+        # Look each name up in every scope in which it may stand. `sys.modules` is for an import
+        # inside of the function, `methods` for ``self.name``.
         scopes = [closure, called.__globals__, sys.modules, methods]
         values = [scope[name] for scope in scopes for name in names if name in scope]
-        scopes += [vars(module) for module in values if isinstance(module, ModuleType)]
-        reached = [scope[name] for scope in scopes for name in names if name in scope]
-        to_visit += [item for item in reached if callable(item) and not inspect.isclass(item)]
+        # Then once more as attributes of the modules that were found.
+        modules = [vars(value) for value in values if isinstance(value, ModuleType)]
+        values += [module[name] for module in modules for name in names if name in module]
+        to_visit += [value for value in values if callable(value) and not inspect.isclass(value)]
     return None
 
 

@@ -46,8 +46,10 @@ def parse_yaml(text: str) -> Any:
 def list_groups(*folders: Path) -> dict[str, list[str]]:
     """Return group -> its options, sorted, e.g. ``{"algorithm": ["grpo", "rloo"], …}``.
 
-    `algorithm/objective` is a group too; `recipes/wordle` is an option of `experiment`. In the
-    folders after the first, a group within a group counts only if the first folder has it.
+    `algorithm/objective` is a group too; `recipes/wordle` is an option of `experiment`.
+
+    The first folder is ours, others are the user's. A user may keep any files in the subfolders of
+    a group, so there a group within a group counts only if ours has it too.
     """
     options: dict[str, set[str]] = {}
     for folder in folders:
@@ -57,7 +59,9 @@ def list_groups(*folders: Path) -> dict[str, list[str]]:
             if group.startswith("experiment/"):
                 group, _, within = group.partition("/")
                 name = f"{within}/{name}"
-            if folder == folders[0] or "/" not in group or group in options:
+            is_ours, is_nested = folder == folders[0], "/" in group
+            # `options` has all groups of ours by now, since our folder is read first.
+            if is_ours or not is_nested or group in options:
                 options.setdefault(group, set()).add(name)
     return {group: sorted(names) for group, names in sorted(options.items())}
 

@@ -31,16 +31,18 @@ def host_memory(root: Path = ROOT) -> int | None:
 def _read_limits(root: Path) -> Iterator[int]:
     """Yield the limits of the cgroups of this process, in bytes.
 
-    The limit of a group holds for the groups in it too. A container may see the path that its group
-    has on the host, whose folders are missing: the group is mounted as the topmost one there.
+    A limit of a group holds for the groups in it too, so those of all groups above count.
     """
-    paths = dict.fromkeys(LIMITS, "/")
-    for line in _read(root / "proc/self/cgroup").splitlines():  # 0::/user.slice/job_7
+    path_of_controller = dict.fromkeys(LIMITS, "/")  # of "" (version 2) and "memory" (version 1)
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        # Version 2: "0::/user.slice/job_7". Version 1: "5:memory,pids:/job_7".
         _, controllers, path = line.split(":", 2)
-        paths |= {name: path for name in controllers.split(",") if name in LIMITS}
-    for controller, path in paths.items():
+        path_of_controller |= {name: path for name in controllers.split(",") if name in LIMITS}
+    for controller, path in path_of_controller.items():
         folder, file = LIMITS[controller]
         group = PurePosixPath(path.strip("/"))
+        # A container may read the host's path of its group here, which it has no folders for. Its
+        # own group is mounted at the top of its cgroup folder, the last of the parents.
         for ancestor in (group, *group.parents):
             limit = _read(root / folder / ancestor / file).strip()
             if limit.isdecimal():  # a group without a limit says "max"

@@ -56,6 +56,13 @@ class RepoKind:
     """Remedy if the hub cannot be reached, a template: `{command}` is the command that downloads
     the repository, `{cache}` the folder with the downloaded files."""
 
+    def remedy_without_hub(self, name: str, revision: str | None) -> str:
+        """Return the template `offline` with its values, for the end of a message."""
+        from huggingface_hub import constants
+
+        command = download_command(name, revision)
+        return self.offline.format(command=command, cache=constants.HF_HUB_CACHE)
+
 
 MODEL = RepoKind(
     noun="model",
@@ -263,33 +270,45 @@ def _describe_problem(
     error: Exception, name: str, revision: str | None, key: str, kind: RepoKind
 ) -> str | None:
     """Return an error's problem and remedy; None if it is not about the hub."""
+    refusal = _describe_refusal(error, name, revision, key, kind)
+    if refusal is not None:
+        return refusal
+    # Without an answer of the hub, `datasets` may still find the rows in its own cache.
+    return None if kind is DATA else _describe_failed_download(error, name, revision, key)
+
+
+def _is_caused_by(error: BaseException, *kinds: type[BaseException]) -> bool:
+    return any(isinstance(cause, kinds) for cause in _causes(error))
+
+
+def _describe_refusal(
+    error: Exception, name: str, revision: str | None, key: str, kind: RepoKind
+) -> str | None:
+    """Return the problem and remedy of an error status of the hub, or of a name that is no id.
+
+    None if the hub has not answered. The exact errors come before the bare statuses, because they
+    have a status too; a GatedRepoError is also a RepositoryNotFoundError.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
-    causes, status, hub = list(_causes(error)), _http_status(error), constants.ENDPOINT
-
-    def is_a(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(cause, kinds) for cause in causes)
-
-    store, setting = Path(constants.HF_HUB_CACHE), revision_key(key)
+    status, hub, store = _http_status(error), constants.ENDPOINT, Path(constants.HF_HUB_CACHE)
     page, noun = f"{hub}/{kind.page}{name}", kind.noun
-    offline = kind.offline.format(command=download_command(name, revision), cache=store)
-    if is_a(GatedRepoError):
+    if _is_caused_by(error, GatedRepoError):
         return (
             f"the {noun} is gated; accept its terms at {page}, and set HF_TOKEN to a token of the "
             "account that did"
         )
-    if is_a(RevisionNotFoundError):
-        return f"the hub has no revision {revision} of it; set {setting} to one that it has"
-    if is_a(RepositoryNotFoundError):
+    if _is_caused_by(error, RevisionNotFoundError):
+        return (
+            f"the hub has no revision {revision} of it; set {revision_key(key)} to one that it has"
+        )
+    if _is_caused_by(error, RepositoryNotFoundError):
         cached = [
             folder.parent.name.removeprefix("models--").replace("--", "/")
             for folder in (store.glob("models--*/snapshots") if kind is MODEL else ())
@@ -298,7 +317,7 @@ def _describe_problem(
             f"there is no such folder, and {hub} has no such {noun}{did_you_mean(name, cached)}; "
             "if it is private, set HF_TOKEN to a token that may read it"
         )
-    if is_a(HFValidationError):
+    if _is_caused_by(error, HFValidationError):
         return f"is no id of a {noun}: {str(error).splitlines()[0]}"
     if status == 401:
         return f"{hub} does not know the token (401); set HF_TOKEN to a valid one, or unset it"
@@ -308,26 +327,45 @@ def _describe_problem(
             "or give the token the right to read it"
         )
     if status is not None:
-        times = (
+        times = (  # only such answers are asked for again: `_with_retries`
             f", {len(PAUSES_S) + 1} times in a row"
             if status >= HTTPStatus.INTERNAL_SERVER_ERROR
             else ""
         )
-        return f"{hub} answers with status {status}{times}; try again later, or {offline}"
-    if kind is DATA:
-        return None  # `datasets` may find the rows in its cache
-    if is_a(OfflineModeIsEnabled) or (constants.HF_HUB_OFFLINE and is_a(LocalEntryNotFoundError)):
+        remedy = kind.remedy_without_hub(name, revision)
+        return f"{hub} answers with status {status}{times}; try again later, or {remedy}"
+    return None
+
+
+def _describe_failed_download(
+    error: Exception, name: str, revision: str | None, key: str
+) -> str | None:
+    """Return the problem and remedy of a model's download that failed without the hub's answer.
+
+    No network is wanted (HF_HUB_OFFLINE), the cache cannot be written, or the connection broke.
+    None if the error is none of these.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    causes, hub, store = list(_causes(error)), constants.ENDPOINT, Path(constants.HF_HUB_CACHE)
+    remedy = MODEL.remedy_without_hub(name, revision)
+    # LocalEntryNotFoundError: a file is not in the cache. It is also raised if the network failed.
+    is_offline = _is_caused_by(error, OfflineModeIsEnabled) or (
+        constants.HF_HUB_OFFLINE and _is_caused_by(error, LocalEntryNotFoundError)
+    )
+    if is_offline:
         snapshots = (store / f"models--{name.replace('/', '--')}" / "snapshots").glob("*")
         complete = [folder.name for folder in snapshots if has_weights(folder)]
         if complete:  # weights and tokenizer have to be of one revision
             return (
                 f"the cache has no weights of revision {revision or 'main'}, and HF_HUB_OFFLINE is "
-                f"set; it has those of {', '.join(complete)}: set {setting} to that, or "
-                f"{offline}"
+                f"set; it has those of {', '.join(complete)}: set {revision_key(key)} to that, or "
+                f"{remedy}"
             )
         return (
             "there is no such folder, it is not in the cache of the hub, and HF_HUB_OFFLINE is "
-            f"set; unset it, or {offline}"
+            f"set; unset it, or {remedy}"
         )
     disk_errors = [
         c for c in causes if isinstance(c, OSError) and c.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -338,14 +376,14 @@ def _describe_problem(
             f"the disk of the cache ({store}) is full: {disk_errors[0].strerror}, "
             f"{_size_text(free)} are free; make room, or set HF_HOME to a folder on another disk"
         )
-    if is_a(PermissionError):
+    if _is_caused_by(error, PermissionError):
         return f"the cache ({store}) may not be written; set HF_HOME to a folder that may"
-    if is_a(HTTPError, LocalEntryNotFoundError, ConnectionError):
+    if _is_caused_by(error, HTTPError, LocalEntryNotFoundError, ConnectionError):
         failure = next((c for c in reversed(causes) if isinstance(c, HTTPError)), causes[-1])
         return (
             f"is no folder, and {hub} cannot be reached, or the connection broke off "
             f"({str(failure) or type(failure).__name__}); files that are complete stay in the "
-            f"cache. Try again, or {offline}"
+            f"cache. Try again, or {remedy}"
         )
     if isinstance(error, OSError):  # a file of the wrong length, for one
         return f"the download failed: {' '.join(str(error).split())}; try again"

@@ -211,11 +211,15 @@ class SchemaResolver:
         return list(dict.fromkeys(names))
 
     def with_defaults(self, value: Any, schema: Any = None, depth: int = MAX_DEPTH) -> Any:
-        """Return a value with the defaults that its schema names, by default the whole schema.
+        """Return a value whose missing properties have the `default` that the schema gives them.
+
+        `schema` is the part of `root` that describes the value; None: all of `root`. Objects and
+        lists more than `depth` levels down stay as they are, which bounds the work.
 
         Example: ``{"path": "a"}`` -> ``{"path": "a", "all": False}`` for the properties ``{"path":
         {}, "all": {"default": False}}``.
         """
+        # Without `$ref` and `allOf`, in which `items`, `properties` and `default` may stand.
         expanded = self.expand(self.root if schema is None else schema)
         if depth == 0:
             return value

@@ -141,10 +141,14 @@ def _escaped(pattern: str) -> str:
 
 @lru_cache(maxsize=8)
 def _linear_validators(kind: Any) -> Any:
-    """Return a class of validators whose keywords match patterns by `matches`."""
-    # jsonschema's own checks, which those below call.
+    """Return a class of validators whose keywords match patterns by `matches`, in linear time.
+
+    jsonschema matches them by Python's `re`, which can take exponential time. A keyword's check
+    yields the errors of a value.
+    """
+    # jsonschema's own checks, which those below call. They return an iterator of errors or None.
     check_additional = kind.VALIDATORS["additionalProperties"]
-    follow = kind.VALIDATORS["$ref"]
+    check_reference = kind.VALIDATORS["$ref"]
 
     def additional_properties(
         validator: Any, allowed: Any, instance: Any, schema: Any
@@ -167,8 +171,12 @@ def _linear_validators(kind: Any) -> Any:
     def reference(
         validator: Any, target: Any, instance: Any, schema: Any
     ) -> Iterator[ValidationError]:
-        """Follow a `$ref`, unless this value was checked by it already (`remembered_checks`)."""
-        # `checked` keeps the value and the schema alive, so that no others get their ids.
+        """Follow a `$ref`, unless this value was checked by it already.
+
+        Results are remembered within `remembered_checks` (else `checked` is None), by the ids of
+        value and schema. A pair gets its result only once that is certain: at the first error, or
+        when the check has ended without one.
+        """
         checked, key = _CHECKED.get(), (id(instance), id(schema))
         if checked is not None and key in checked:
             _, _, was_valid = checked[key]
@@ -176,13 +184,15 @@ def _linear_validators(kind: Any) -> Any:
                 yield ValidationError(f"{instance!r} does not fit {target}")
             return
         valid = True
-        for error in follow(validator, target, instance, schema) or ():
+        for error in check_reference(validator, target, instance, schema) or ():
             valid = False
-            if checked is not None:  # before the yield: the caller may stop at the first error
+            # Before the yield: `is_valid` stops at the first error and never comes back here. The
+            # objects are stored to keep them alive, so that no others get their ids.
+            if checked is not None:
                 checked[key] = instance, schema, False
             yield error
-        if checked is not None:
-            checked[key] = instance, schema, valid
+        if valid and checked is not None:
+            checked[key] = instance, schema, True
 
     keywords = {
         "$ref": reference,

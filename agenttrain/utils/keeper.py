@@ -100,12 +100,16 @@ def _exit_with(code: int) -> NoReturn:
 
 
 def _exec_program(command: list[str], keeper: int, lifeline: int, *, is_deaf: bool) -> NoReturn:
-    """Replace this forked process by the program, in a new session; it dies with the keeper."""
+    """Replace this forked process by the program, in a new session; it dies with the keeper.
+
+    `keeper` is the pid of the parent, `lifeline` the keeper's socket to the process that started
+    it. A program that `is_deaf` ignores the signals HEARD, which ask to stop.
+    """
     os.setsid()
-    with suppress(OSError):  # the parent has ended
-        os.write(lifeline, f"{os.getpid()}\n".encode())
+    with suppress(OSError):  # nobody reads it: the process that started the keeper has ended
+        os.write(lifeline, f"{os.getpid()}\n".encode())  # for `ChildProcess.pid`
     os.close(lifeline)
-    if ADOPTS:  # Linux
+    if ADOPTS:  # only Linux has the call below
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != keeper:  # the keeper was killed before prctl took effect
             os._exit(1)
@@ -114,6 +118,8 @@ def _exec_program(command: list[str], keeper: int, lifeline: int, *, is_deaf: bo
     if is_deaf:
         for name in HEARD:
             signal.signal(name, signal.SIG_IGN)
+    # The keeper blocks them, and a program inherits that: one that is not deaf has to get them.
+    # Unblocked for a deaf one too, whose own children may want to handle them.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
     try:
         os.execvp(command[0], command)

@@ -140,8 +140,10 @@ def locate(path: object, *, key: str) -> Any:
             value: Any = import_module(name)
             break
         except ModuleNotFoundError as error:
-            # Another missing module is one that the user's own module imports.
-            if error.name is None or not (name + ".").startswith(error.name + "."):
+            # For "my_pkg.tools", my_pkg or my_pkg.tools is missing: try a shorter name. Another
+            # missing module is one that the user's module imports, which is an error in it.
+            is_on_path = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+            if not is_on_path:
                 raise ValueError(
                     f"{key}={path}: importing it failed: {error}{user_line(error)}"
                 ) from error
@@ -162,6 +164,8 @@ def locate(path: object, *, key: str) -> Any:
         if not hasattr(value, parts[position]):
             where = ".".join(parts[:position])
             hint = did_you_mean(parts[position], (n for n in dir(value) if not n.startswith("_")))
+            # "__main__.Reward", in the settings of a run that a notebook or script started. Here
+            # `__main__` is another program, which has no Reward.
             if where == PROGRAM:
                 hint = (
                     "; it was defined in a notebook or program of its own: go on there, with "

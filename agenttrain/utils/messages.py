@@ -41,7 +41,12 @@ def normal_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normal_call(call: Any) -> dict[str, Any]:
-    """Return a call of an assistant's message; raises ValueError if it cannot be read."""
+    """Return a call of an assistant's message in OpenAI's form, its arguments as a mapping.
+
+    Example: ``{"name": "add", "args": '{"a": 1}'}`` -> ``{"type": "function", "function": {"name":
+    "add", "arguments": {"a": 1}}}``. A call may be JSON text, lack OpenAI's wrapper, and have its
+    arguments under any of ARGUMENT_KEYS. Raises ValueError if it cannot be read.
+    """
     if isinstance(call, str):
         call = _decode(call, "tool_calls")
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -51,11 +56,13 @@ def normal_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"tool_calls: {call!r:.100} is no call with a name")
     function = dict(function)
-    values = [function.pop(key) for key in ARGUMENT_KEYS if key in function]
-    arguments = [value for value in values if value is not None]
-    if len(arguments) > 1:
+    # Datasets that are tables have every key in every row, those without a value as null.
+    candidates = [function.pop(key) for key in ARGUMENT_KEYS if key in function]
+    present = [candidate for candidate in candidates if candidate is not None]
+    if len(present) > 1:
         raise ValueError(f"tool_calls: the arguments of {function['name']} are given twice")
-    function["arguments"] = call_arguments(next(iter(arguments), None), function["name"])
+    arguments = present[0] if present else None  # None: a call without arguments
+    function["arguments"] = call_arguments(arguments, function["name"])
     return {"type": "function", **call, "function": function}
 
 

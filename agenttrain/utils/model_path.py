@@ -115,9 +115,10 @@ def base_folder(
     *,
     weights: bool = True,
 ) -> Path | None:
-    """Return the folder of the model that adapters are for; None: `path` has none.
+    """Return the folder of the base model of the adapters at `path`; None if it holds no adapters.
 
-    `weights`: those of a model of the hub are downloaded if need be. Raises ConfigError.
+    A base model of the hub is downloaded if need be; without `weights` only its small files, from
+    which its size is computed. Raises ConfigError.
     """
     base = base_model(path, revision)
     if base is None:
@@ -203,10 +204,12 @@ def bundled_models() -> list[str]:
 
 
 def is_foreign(path: str) -> bool:
-    """Return True for a model that is neither bundled nor a checkpoint of a bundled one.
+    """Return True for a model of the user's: neither bundled nor trained from a bundled one.
 
-    A checkpoint of a bundled model has that model's sizes (SIZE_KEYS). Adapters count as their base
-    model. False if there is no model.
+    The default settings, and the experiments of the package, are for bundled models; a run of
+    another model has to choose its own. A checkpoint of a bundled model has that model's sizes
+    (SIZE_KEYS). Adapters count as their base model. False for a local path without a config.json:
+    that there is no model is reported where it is loaded.
     """
     if path.startswith(BUNDLED):
         return False
@@ -220,12 +223,16 @@ def is_foreign(path: str) -> bool:
             return is_foreign(str(saved["base_model_name_or_path"]))
         if not own_config.is_file():
             return False
-        configs = [own_config, *MODELS.glob("*/config.json")]
-        models = [json.loads(file.read_text(encoding="utf-8")) for file in configs]
-        own_sizes, *bundled_sizes = [[model.get(key) for key in SIZE_KEYS] for model in models]
-    except (ValueError, KeyError, AttributeError):  # reported where the model is built
+        bundled_sizes = [_sizes(file) for file in MODELS.glob("*/config.json")]
+        return _sizes(own_config) not in bundled_sizes
+    except (ValueError, KeyError, AttributeError):  # unreadable: reported where the model is built
         return True
-    return own_sizes not in bundled_sizes
+
+
+def _sizes(config_file: Path) -> list[object]:
+    """Return the values of SIZE_KEYS in a config.json; None for a missing one."""
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    return [config.get(key) for key in SIZE_KEYS]
 
 
 def template_file(path: str, revision: str | None = None) -> Path:

@@ -82,46 +82,50 @@ def in_this_layout(settings: Any) -> Any:
 
 
 def _with_sections(algorithm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved run's `algorithm` with its flat keys in their sections: `beta` in `kl.beta`.
+    """Return a saved run's `algorithm` with its flat keys in their sections.
 
-    Runs of the flat layout recorded all keys, also those of a penalty or a correction that was
-    off. Such a section becomes null.
+    Example: ``{"beta": 0.1, "kl": "k3"}`` -> ``{"kl": {"beta": 0.1, "estimator": "k3"}}``.
+    Settings that are in sections already stay as they are. Runs of the flat layout recorded all
+    keys, also those of a penalty or a correction that was off. Such a section becomes null.
     """
     if isinstance(algorithm.get("teacher"), Mapping) and algorithm["teacher"].get("path") is None:
         algorithm = {**algorithm, "teacher": None}
-    old: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     sections: dict[str, Any] = {}
     for name, value in algorithm.items():
-        # The value of a section of today is a mapping, or null.
-        is_old = f"algorithm.{name}" in RENAMED and (
-            name not in ("kl", "correction", "credit") or isinstance(value, str)
-        )
-        (old if is_old else sections)[name] = value
-    if not old:
+        # `kl`, `correction` and `credit` were flat keys with a text, ``kl: k3``, and are the names
+        # of sections today: a mapping, or null.
+        is_section = name in ("kl", "correction", "credit") and not isinstance(value, str)
+        is_flat = f"algorithm.{name}" in RENAMED and not is_section
+        (flat if is_flat else sections)[name] = value
+    if not flat:
         return sections
-    # `reference` has no key of its own today: its value decides on a section, below.
-    synced, credit = old.pop("reference", None) == "synced", old.get("credit", "rollout")
-    for name, value in old.items():
+    # Taken out: today it is no key, but a section that is null or has `sync_steps`, set below.
+    reference = flat.pop("reference", None)
+    for name, value in flat.items():
+        # "beta" -> "algorithm.kl.beta" -> sections["kl"]["beta"]
         section = sections
         *parents, key = RENAMED[f"algorithm.{name}"].split(".")[1:]
         for parent in parents:
             section = section.setdefault(parent, {})
         section[key] = value
     # A section is null today where the run did not have the feature.
-    if not old.get("beta"):
+    if not flat.get("beta"):
         sections["kl"] = None
-    elif synced:
+    elif reference == "synced":  # with a beta, which the loop above has put into `kl`
         sections["kl"].setdefault("reference", {}).setdefault("sync_steps", SYNC_STEPS)
     else:
         sections["kl"]["reference"] = None
-    if old.get("correction", "none") == "none":
+    if flat.get("correction", "none") == "none":
         sections["correction"] = None
-    if old.get("entropy_target") is None and "entropy" in sections:
+    if flat.get("entropy_target") is None and "entropy" in sections:
         sections["entropy"]["adaptive"] = None
-    # Keys that this kind of credit does not have: only gigpo has a step_weight.
-    unread_keys = {"rollout": ("gamma", "step_weight"), "gigpo": ()}.get(credit, ("step_weight",))
-    for key in unread_keys:
-        sections.get("credit", {}).pop(key, None)
+    # The flat layout recorded these keys for every kind of credit. Today an unused one is an error.
+    kind_of_credit = flat.get("credit", "rollout")
+    if kind_of_credit != "gigpo":
+        sections.get("credit", {}).pop("step_weight", None)
+    if kind_of_credit == "rollout":
+        sections.get("credit", {}).pop("gamma", None)
     return sections
 
 

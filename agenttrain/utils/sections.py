@@ -284,17 +284,19 @@ def validated(settings: type[T], section: Mapping[str, Any], key: str = "") -> T
 def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
     """Yield pydantic's errors as ``key=value: problem; remedy``, one line each.
 
-    Example: ``optimizer.lr=-1.0: must be more than 0``. `key` is the key of the section.
+    Example: ``optimizer.lr=-1.0: must be more than 0``. `key` is the key of the section; the `loc`
+    of an error, such as ``("lr",)``, leads on from there.
     """
     reported_pairs = set[str]()
     for detail in error.errors(include_url=False):
-        cause = (detail.get("ctx") or {}).get("error")
-        if isinstance(cause, InvalidSettings):
+        cause = (detail.get("ctx") or {}).get("error")  # what a validator of ours raised
+        if isinstance(cause, InvalidSettings):  # its lines are complete
             yield from str(cause).split("\n")
             continue
         names = [part for part in (key, *map(str, detail["loc"])) if part]
         place = ".".join(names)
-        if detail["type"] == "value_error" and not detail["loc"]:  # a check of the whole section
+        # A check of the whole section. Its text begins with a key of it: "lr=…: problem".
+        if detail["type"] == "value_error" and not detail["loc"]:
             yield f"{place}.{cause}" if place else str(cause)
             continue
         if detail["type"] == INCOMPLETE:
@@ -307,7 +309,9 @@ def problem_lines(error: ValidationError, key: str = "") -> Iterator[str]:
             )
             continue
         if detail["type"] in ("missing", "missing_argument"):
-            if isinstance(detail["loc"][-1], int):  # an item of a pair
+            # An index: an item of a tuple is missing. The only tuples of fixed length in settings
+            # are pairs of numbers (the betas of Adam).
+            if isinstance(detail["loc"][-1], int):
                 place = ".".join(names[:-1])
                 if place not in reported_pairs:  # both items may be missing
                     yield f"{place}={shown(detail['input'])}: must be two numbers, e.g. [0.9,0.99]"
@@ -332,20 +336,25 @@ def shown(value: Any) -> str:
 
 
 def _describe_problem(detail: Mapping[str, Any], place: str) -> str:
-    """Return the problem, and perhaps remedy, of one of pydantic's errors about the key `place`."""
-    kind, bounds = detail["type"], detail.get("ctx") or {}
+    """Return the problem, and perhaps remedy, of one of pydantic's errors about the key `place`.
+
+    Exact causes come first; EXPECTED then says only which type a value should have had.
+    """
+    # `ctx` has the bound (`ge`), an enum's members (`expected`), or a validator's error (`error`).
+    kind, context = detail["type"], detail.get("ctx") or {}
     for name, words in BOUNDS.items():
-        if name in bounds:
-            if (name, bounds[name]) == ("ge", 0):
+        if name in context:
+            bound = context[name]
+            if (name, bound) == ("ge", 0):
                 return "must be 0 or more"
-            bound = bounds[name] if isinstance(bounds[name], int) else f"{bounds[name]:g}"
-            return f"{words} {bound}"
+            return f"{words} {bound if isinstance(bound, int) else f'{bound:g}'}"
     if kind == "enum":
         # pydantic writes 'a', 'b' or 'c'
-        names = bounds["expected"].replace("' or '", "', '").strip("'").split("', '")
+        names = context["expected"].replace("' or '", "', '").strip("'").split("', '")
         return f"expected one of: {', '.join(names)}{did_you_mean(str(detail['input']), names)}"
     if kind == "unexpected_keyword_argument":
         return "unknown key"
+    # The old value of a key that is a section today, or takes other values: algorithm.kl=k3.
     if (new := moved_key(f"{place}={shown(detail['input'])}")) is not None:
         return f"is {new} now"
     if kind == "section":
@@ -358,7 +367,7 @@ def _describe_problem(detail: Mapping[str, Any], place: str) -> str:
         if kind.startswith(prefix):
             return expected
     if kind == "value_error":  # raised by a validator of ours
-        return str(detail["ctx"]["error"])
+        return str(context["error"])
     return str(detail["msg"])
 
 

@@ -8,18 +8,20 @@ import hashlib
 def seeds_of(rollout_id: str, seed: int) -> tuple[int, int]:
     """Return a rollout's own seed and its group's, from its id and the run's seed.
 
-    An id is the path of both: ``train-3-r1-2-0`` is sample 0 of the 3rd task (number 2) of the
-    first extra round of step 3. Raises ValueError for an id that no run makes.
+    Both are derived from the same parts as the id. ``train-3-r1-2-0`` is sample 0 of the task at
+    place 2 (from 0) in the first extra round ("r1") of step 3. With the run's seed 7, its group has
+    the seed ``derive_seed(7, "train", 3, "r1", 2)``. Raises ValueError for an id that no run makes.
     """
-    *path, occurrence, sample = rollout_id.split("-")
-    parts = [int(part) if part.isdecimal() else part for part in path]
-    group = (seed, *parts, int(occurrence))
-    # The 0 ends every rollout's path: see `BatchRequest.rollouts`.
-    return derive_seed(*group, int(sample), 0), derive_seed(*group)
+    *request_name, place, sample = rollout_id.split("-")
+    # Numbers and texts as in the request's `seed_path`: a seed of 3 differs from one of "3".
+    parts = [int(part) if part.isdecimal() else part for part in request_name]
+    group_path = (seed, *parts, int(place))
+    # `BatchRequest.rollouts` ends the path of every rollout with a 0, which is not in its id.
+    return derive_seed(*group_path, int(sample), 0), derive_seed(*group_path)
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed for a path such as (run seed, step, occurrence, sample, turn).
+    """Return a 63-bit seed for a path such as (run seed, step, place, sample, turn).
 
     Neighbouring paths give unrelated seeds, and ("a", 1) differs from ("a1",).
     """

@@ -134,10 +134,17 @@ class StopRequest:
 
     @contextmanager
     def deferred(self, save: Callable[[], object]) -> Iterator[None]:
-        """Only record the first signal in the block; call `save` if the block raises Preempted."""
+        """In the block, only record the first signal (`name`), so that the block can stop safely.
+
+        The block calls `check` or `cut_short` where it can stop; these raise Preempted once a
+        signal is recorded. Then `save` is called, and Preempted raised on. A signal after the last
+        such call has no effect here: the block ends as without it, and `name` stays set.
+        """
         self._deferred = True
+        # `listening` has made `arrive` the handler of SIGNALS. SIGINT is Python's own otherwise.
+        more_signals = (signal.SIGINT,) if self.defers_interrupts else ()
         try:
-            with handling((signal.SIGINT,) if self.defers_interrupts else (), self.arrive):
+            with handling(more_signals, self.arrive):
                 try:
                     yield
                 except Preempted:
@@ -149,18 +156,20 @@ class StopRequest:
     async def cut_short(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`. A signal cancels it, and Preempted is raised instead.
 
-        Preempted is also raised after `work` if another process of the run is to stop (`check`).
-        `work` must not wait for another process of the run.
+        Preempted is also raised after `work` if another process of the run is to stop. For this all
+        processes meet in `check`, so all have to call this function, and `work` must not wait for
+        another process.
         """
         try:
-            results = await self.until_stopped(work)
+            # [result], or [] if a signal has cancelled the work.
+            zero_or_one_result = await self.until_stopped(work)
         except Exception:
-            # Here and below: with several processes `check` waits until all of them have called it.
+            # Also after an error: the other processes wait in `check` until this one calls it.
             self.check()
             raise
-        self.check()
-        assert results, "work without a result was cancelled by a signal"
-        return results[0]
+        self.check()  # raises if this process or another has got a signal
+        assert zero_or_one_result, "work without a result was cancelled by a signal"
+        return zero_or_one_result[0]
 
     async def until_stopped(self, work: Coroutine[Any, Any, Result]) -> list[Result]:
         """Return the result of `work` as a list, which is empty if a signal cancelled it.

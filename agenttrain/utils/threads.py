@@ -204,18 +204,17 @@ class _Stopped(Exception):
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """Wraps a coroutine; its SystemExit or KeyboardInterrupt is raised as _Stopped.
+    """Wraps the coroutine of a user's task: SystemExit becomes _Stopped, an ordinary exception.
 
-    asyncio would let either of the two, raised in a task, end the whole event loop.
-
-    Its state (``cr_running``, ``cr_frame``), which anyio and printed stacks of tasks read, is that
-    of the inner coroutine.
+    So does a KeyboardInterrupt that user code raised. asyncio would let either of the two, raised
+    in a task, end the whole event loop. A KeyboardInterrupt by a signal (Ctrl-C) still ends it.
     """
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
+        # `cr_running` and `cr_frame`, which anyio and printed stacks of tasks read.
         return getattr(self._inner, name)
 
     def send(self, value: Any) -> Any:
@@ -228,24 +227,32 @@ class _Contained(Coroutine[Any, Any, Any]):
         self._inner.close()
 
     def __await__(self) -> Any:
+        # `Coroutine` demands it, but a task drives its coroutine by `send` and `throw` alone.
         return self._inner.__await__()
 
     def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Run the inner coroutine until it waits again, ends or raises."""
         try:
             return step(*arguments)
         except (SystemExit, KeyboardInterrupt) as error:
-            if _raised_by_signal(error):
+            if _raised_by_signal(error):  # Ctrl-C: the person wants the whole run to stop
                 raise
             raise _Stopped(error) from error
 
 
 def _contain_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Install a task factory that wraps the tasks of user code (asyncio.wait_for) in _Contained."""
+    """Let no task that user code creates end the event loop, by a task factory on `loop`.
+
+    A task that raises SystemExit or KeyboardInterrupt, say after `asyncio.create_task` or
+    `asyncio.gather` in a tool, would end the loop and with it the run. The factory wraps the
+    coroutines of such tasks in `_Contained`, which raises an ordinary exception instead.
+    """
     previous: Any = loop.get_task_factory()
-    if getattr(previous, "contains", False):  # it is installed
+    if getattr(previous, "contains", False):  # our factory is installed already
         return
 
     def make(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
+        # The context variable is set in `attempt_async`, and inherited by the tasks made there.
         work = _Contained(work) if _in_user_code.get() else work
         if previous is None:
             return asyncio.Task(work, loop=loop, **options)

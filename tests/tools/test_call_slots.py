@@ -38,13 +38,13 @@ def test_a_sub_agent_that_begins_while_the_slot_is_waited_for(clock: Clock) -> N
         first_may_end, second_may_end = asyncio.Event(), asyncio.Event()
         async with CallSlots([slot]) as held:
             clock.now = 1
-            first = asyncio.create_task(held.lent_while(first_may_end.wait)())
+            first = asyncio.create_task(held.without_slots(first_may_end.wait)())
             await pause()
             await slot.acquire()  # by another call
             clock.now = 10
             first_may_end.set()
             await pause()  # the first sub-agent has ended, and its end waits for the slot
-            second = asyncio.create_task(held.lent_while(second_may_end.wait)())
+            second = asyncio.create_task(held.without_slots(second_may_end.wait)())
             await pause()
             clock.now = 20
             slot.release()
@@ -66,12 +66,12 @@ def test_a_sub_agent_that_begins_and_ends_while_the_slot_is_waited_for(clock: Cl
         slot = asyncio.Semaphore(1)
         may_end = asyncio.Event()
         async with CallSlots([slot]) as held:
-            first = asyncio.create_task(held.lent_while(may_end.wait)())
+            first = asyncio.create_task(held.without_slots(may_end.wait)())
             await pause()
             await slot.acquire()  # by another call
             may_end.set()
             await pause()  # the first sub-agent has ended, and its end waits for the slot
-            second = asyncio.create_task(held.lent_while(may_end.wait)())
+            second = asyncio.create_task(held.without_slots(may_end.wait)())
             await pause()
             clock.now = 5
             slot.release()

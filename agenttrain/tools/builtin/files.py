@@ -39,10 +39,14 @@ class Files:
             shown += line
         # The lines shown. The last line of a file may lack its newline.
         count = shown.count("\n") + int(bool(shown) and not shown.endswith("\n"))
-        if first == 1 and count == len(lines):
+        is_whole_file = first == 1 and count == len(lines)
+        if is_whole_file:
             return shown or "(empty file)"
-        if not count and first <= len(lines):  # a line that is too long
+        is_first_too_long = count == 0 and first <= len(lines)
+        if is_first_too_long:  # show its beginning rather than nothing
             shown, count = lines[first - 1][: self._max_chars], 1
+        # Past the end of the file no line is shown. The note then still has the number of lines:
+        # "[lines 9 to 8 of 5]".
         note = f"[lines {first} to {first + count - 1} of {len(lines)}]"
         return f"{shown.rstrip()}\n{note}"
 

@@ -289,7 +289,9 @@ async def process_transport(
     parameters = StdioServerParameters(command=command[0], args=[*command[1:]], env=dict(env))
     with stderr.open() as errlog:
         async with stdio_client(parameters, errlog=errlog) as streams:
-            errlog.close()  # the server has it: its end is then the end of the pipe
+            # The server has its own copy. With ours closed, the pipe ends when the server does, and
+            # so does the thread of `StderrTail` that reads it.
+            errlog.close()
             yield streams
 
 

@@ -34,7 +34,12 @@ CHANNEL = 9
 
 
 class InitProcess:
-    """The first process of a sandbox, with its workers and its connection to the parent."""
+    """The first process of a sandbox, with its workers and its connection to the parent.
+
+    A worker is an interpreter, `python` or `bash`, that runs the model's code. The sandbox runs
+    only during a call: `halt` stops all its processes (SIGSTOP) when the call has ended, so that
+    background processes take no processor time between calls, and `go` lets them run (SIGCONT).
+    """
 
     def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
         self._control, self._settings = control, settings
@@ -74,6 +79,7 @@ class InitProcess:
                         return
                 self._report_exits()
                 limit = self._settings["memory_mb"] << 20
+                # All writable folders are one file system, so that one of them counts for all.
                 if watches_memory and memory_in_use(("/work",)) > limit:
                     self._control.send(b"memory")
                     self._signal_all(signal.SIGKILL)
@@ -84,7 +90,9 @@ class InitProcess:
     def _report_exits(self) -> None:
         """Reap children that have ended, and tell the parent of the workers among them."""
         with suppress(ChildProcessError):  # there is no child
-            for _ in range(EXITS_AT_ONCE):  # the parent's messages do not wait for more
+            # The parent's messages do not wait for more. The next pass of `run` reaps further ones:
+            # within MEMORY_CHECK_MS while the workers run.
+            for _ in range(EXITS_AT_ONCE):
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:  # all children run
                     return
@@ -131,8 +139,11 @@ class InitProcess:
                 os.killpg(worker, number)
 
     def _exec_worker(self, kind: str, channel: int, output: int) -> None:
-        """Turn this fork into the worker `kind`; drop files and handlers of the first process."""
-        os.setsid()  # its process group, for `_signal_all`
+        """Turn this fork into the worker `kind`; drop files and handlers of the first process.
+
+        `channel` is the worker's socket to the parent, `output` the pipe for what its code prints.
+        """
+        os.setsid()  # a process group of its own, which `_signal_all` signals
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
@@ -148,12 +159,14 @@ class InitProcess:
         for number in (1, 2):
             os.dup2(output, number)
         os.close(output)
-        if kind == "python":
+        if kind == "python":  # in this very interpreter, which ignores SIGPIPE as Python does
             repl.run(socket.socket(fileno=channel), self._settings["packages"])
             return
+        # Programs of a shell expect to be ended by SIGPIPE: `yes | head`.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.dup2(channel, CHANNEL)  # for answers
         os.dup2(channel, 0)  # for commands
-        os.closerange(3, CHANNEL)  # bash gets no other file of this process
+        # bash gets no other file of this process, which has far fewer than 64 open.
+        os.closerange(3, CHANNEL)
         os.closerange(CHANNEL + 1, 64)
         os.execv("/bin/bash", ["bash", "--noprofile", "--norc"])

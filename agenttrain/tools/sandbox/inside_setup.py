@@ -45,33 +45,51 @@ def main() -> None:
 
 
 def _isolate(settings: dict[str, Any], control: socket.socket) -> None:
-    """Enter new namespaces, hide the machine's files, and drop privileges."""
+    """Enter new namespaces, hide the machine's files, and drop privileges.
+
+    `user` of the settings is the id that the code gets; None: it gets a user namespace instead.
+    """
     user: int | None = settings["user"]
-    die_first()  # before other processes, if the machine runs out of memory
+    die_first()  # the kernel kills the sandbox before our processes if the machine's memory is full
     if settings["backend"] == "unshare":
-        outer_user, outer_group = os.geteuid(), os.getegid()
-        namespaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET
-        namespaces |= system.CLONE_NEWIPC | system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
-        system.unshare(namespaces | (system.CLONE_NEWUSER if user is None else 0))
-        if user is None:
-            for name, text in (
-                ("setgroups", "deny"),
-                ("uid_map", f"{INNER_ID} {outer_user} 1"),
-                ("gid_map", f"{INNER_ID} {outer_group} 1"),
-            ):
-                with open(f"/proc/self/{name}", "wb") as file:
-                    file.write(text.encode())
-        # The child is the first process of the new namespace; this process waits for its end.
-        child = os.fork()
-        if child != 0:
-            control.close()
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            os._exit(status if status >= 0 else 128 - status)  # 128 + the signal, as in shells
-    else:
-        # bubblewrap switches on the loopback device, whose buffers would be charged to no process.
-        with socket.socket() as any_socket:
-            loopback_down = struct.pack("16sh", b"lo", 0)
-            fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)
-    os.nice(10)
+        _enter_namespaces(user, control)
+    else:  # bubblewrap has entered them before it started this process
+        _switch_loopback_off()
+    os.nice(10)  # the run's own processes get the processor first
     root = Root(disk_mb=settings["disk_mb"], programs=settings["folders"])
     confine(root, user=user, processes=settings["processes"])
+
+
+def _enter_namespaces(user: int | None, control: socket.socket) -> None:
+    """Enter new namespaces; return in a fork, the first process of the new process namespace.
+
+    The calling process waits for the fork and exits as it did. With `user` None, there is a user
+    namespace too, in which this process has all privileges and the id INNER_ID.
+    """
+    outer_user, outer_group = os.geteuid(), os.getegid()
+    namespaces = system.CLONE_NEWNS | system.CLONE_NEWPID | system.CLONE_NEWNET
+    namespaces |= system.CLONE_NEWIPC | system.CLONE_NEWUTS | system.CLONE_NEWCGROUP
+    system.unshare(namespaces | (system.CLONE_NEWUSER if user is None else 0))
+    if user is None:
+        for name, text in (
+            ("setgroups", "deny"),  # without it Linux lets no ordinary user write gid_map
+            ("uid_map", f"{INNER_ID} {outer_user} 1"),  # one id: inside, outside, count
+            ("gid_map", f"{INNER_ID} {outer_group} 1"),
+        ):
+            with open(f"/proc/self/{name}", "wb") as file:
+                file.write(text.encode())
+    child = os.fork()
+    if child != 0:
+        control.close()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(status if status >= 0 else 128 - status)  # 128 + the signal, as in shells
+
+
+def _switch_loopback_off() -> None:
+    """Switch off the loopback device, whose buffers would be charged to no process.
+
+    bubblewrap switches it on; in a network namespace of our own it is off from the start.
+    """
+    with socket.socket() as any_socket:
+        loopback_down = struct.pack("16sh", b"lo", 0)
+        fcntl.ioctl(any_socket, SIOCSIFFLAGS, loopback_down)

@@ -231,8 +231,11 @@ def base_python() -> str:
 def bubblewrap(user: int | None) -> list[str]:
     """Return the bubblewrap command that makes new namespaces; `--` and a command follow it.
 
-    All privileges stay inside the namespaces: the command calls `confine`, which drops them. It
-    will become `user`; None: it gets a user namespace. Raises FileNotFoundError.
+    The command is a program of ours (`inside_setup.py`). It starts with all capabilities and the
+    machine's files, because it builds the sandbox's file system itself; `confine` drops both before
+    any code of the model runs. `user` is the id to which `confine` then changes. None: this process
+    is not root and can change to no other user, so a user namespace gives it the capabilities, and
+    the id INNER_ID in it. Raises FileNotFoundError.
     """
     program = shutil.which("bwrap")
     if program is None:

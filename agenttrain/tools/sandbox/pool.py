@@ -116,9 +116,13 @@ class Pool:
         self._open_tools -= 1
         if self._open_tools > 0:
             return
+        # Another pool may stand under these settings: `of` did not make this one, or it was closed
+        # before and has a successor.
         if _pools.get(self._settings) is self:
             del _pools[self._settings]
-        for rollout_id in {*self._jails, *self._ending.values()}:
+        # Rollouts with a sandbox in use, and those with a killed one whose end `release` awaits.
+        rollout_ids = {*self._jails, *self._ending.values()}
+        for rollout_id in rollout_ids:
             await self.release(rollout_id)
 
     def _end(self, rollout_id: str, jail: Jail) -> None:
@@ -136,22 +140,23 @@ class Pool:
         A bash command with an exit status other than 0 is no failure. If an earlier call lost the
         rollout's sandbox, the text says so once.
         """
-        text, end = outcome.output, outcome.end
-        if lost := self._lost.pop(rollout_id, None):
-            text = join_lines(f"[{lost}. {LOST}]", text)
-        if end in END_REASONS:
-            why = END_REASONS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
-            raise ToolFailure(join_lines(text, f"[{why}. {LOST}]"))
+        text, end, status = outcome.output, outcome.end, outcome.status
+        # LOST says that the session is gone: with an earlier call, or with this one.
+        if earlier_loss := self._lost.pop(rollout_id, None):
+            text = join_lines(f"[{earlier_loss}. {LOST}]", text)
+        if end in END_REASONS:  # this call's end killed the sandbox
+            reason = END_REASONS[end].format(call_s=settings.call_s, memory_mb=settings.memory_mb)
+            raise ToolFailure(join_lines(text, f"[{reason}. {LOST}]"))
         if end is End.exited:  # only the interpreter ended; the next call starts another
-            status = outcome.status
-            name = {"python": "the interpreter", "bash": "the shell"}[kind]
-            how = f"exited with status {status}"
+            name = "the interpreter" if kind == "python" else "the shell"
+            what_happened = f"exited with status {status}"
             if status < 0:
-                how = f"was killed by {signal_name(-status)}"
-            why = f"{name} {how}; its variables are lost, files are kept"
-            raise ToolFailure(join_lines(text, f"[{why}]"))
+                what_happened = f"was killed by {signal_name(-status)}"
+            note = f"[{name} {what_happened}; its variables are lost, files are kept]"
+            raise ToolFailure(join_lines(text, note))
+        # The interpreter goes on after `failed`: the code raised, or a command's status is not 0.
         if end is End.failed and kind == "bash":
-            return join_lines(text, f"[exit status {outcome.status}]")
+            return join_lines(text, f"[exit status {status}]")
         if end is End.failed:  # Python code raised, and printed the traceback
             raise ToolFailure(text)
         return text or "(no output)"

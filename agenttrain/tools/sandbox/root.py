@@ -75,22 +75,26 @@ class Root(NamedTuple):
 def build_root(root: Root, *, user: int) -> None:
     """Replace the file system of this process, which must have a mount namespace of its own.
 
-    `user` is the one that the code will have.
+    The new root is a small file system in memory. While it is built, the machine's own root is
+    visible in it at HOST, and folders of it are mounted at their places; then HOST is unmounted.
+    `user` is the id that the code will have.
     """
-    submounts = list(_mount_points())
+    machine_mounts = list(_mount_points())  # before this process adds its own
     mount("none", "/", None, MS_REC | MS_PRIVATE)  # later mounts do not reach the machine
-    # /tmp always exists. The mount hides its files only until the old root appears at HOST.
+    # The new root is mounted at /tmp, because that folder always exists. It hides the machine's
+    # /tmp only until `pivot_root` makes it the root and moves the old root to HOST.
     flags = MS_NOSUID | MS_NODEV
     mount("tmpfs", "/tmp", "tmpfs", flags, "size=1m,nr_inodes=4000,mode=755")
     os.mkdir("/tmp" + HOST)
     pivot_root("/tmp", "/tmp" + HOST)
     os.chdir("/")
     for path in (*PROGRAMS, *SETTINGS, *root.settings):
-        _expose(path)
+        _bind_read_only(path)
     _write_settings(root.home, user)
     _make_devices(root.terminals)
     _make_writable_folders(root, user)
-    _show_all(root, submounts)
+    # After the writable folders, which would cover what lies in them: a program in the home folder.
+    _show_all(root, machine_mounts)
     for place, source in root.sockets.items():
         _bind(HOST + source, place, ATTR_NOSUID | ATTR_NODEV)
     for link, target in root.links.items():
@@ -148,37 +152,40 @@ def _make_devices(terminals: bool) -> None:
         os.symlink("pts/ptmx", "/dev/ptmx")
 
 
-def _show_all(root: Root, submounts: Sequence[str]) -> None:
-    """Make programs and folders visible, parents first.
+def _show_all(root: Root, machine_mounts: Sequence[str]) -> None:
+    """Make the machine's files in `root.programs` and `root.shown` visible, read-only.
 
-    `submounts` are the machine's mount points: an overlay of a folder lacks the mounts in it, which
-    are shown separately.
+    Folders of `shown` are mounted as overlays, which keep out sockets, named pipes and hidden
+    paths (`_mount_overlay`). All else is bound as it is (`_bind_read_only`). An overlay lacks the
+    file systems that the machine has mounted inside of its folder, so each of these gets an overlay
+    too. `machine_mounts` are the machine's mount points.
+
+    Parents come first, because a mount covers those that were made below it before.
     """
-    os.mkdir(LAYERS)
+    os.mkdir(LAYERS)  # holds the top layer of each overlay, whose mount keeps it
     mount("tmpfs", LAYERS, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     numbers = itertools.count()
     visible: list[str] = []
     for path in sorted({*root.programs, *root.shown}):
         if path in root.shown and os.path.isdir(HOST + path):
-            _show(path, f"{LAYERS}/{next(numbers)}", root)
-            # Parents first here too: an overlay would cover the mounts made below it before.
-            for mounted in sorted(submounts):
+            _mount_overlay(path, f"{LAYERS}/{next(numbers)}", root)
+            for mounted in sorted(machine_mounts):
                 if mounted != path and is_within(mounted, path) and os.path.isdir(path):
                     with suppress(OSError):  # a special file system stays absent
-                        _show(mounted, f"{LAYERS}/{next(numbers)}", root)
+                        _mount_overlay(mounted, f"{LAYERS}/{next(numbers)}", root)
         elif not is_within(path, *visible):
-            _expose(path)
+            _bind_read_only(path)
         visible.append(path)
     unmount(LAYERS)
     os.rmdir(LAYERS)
 
 
-def _show(path: str, layer: str, root: Root) -> None:
+def _mount_overlay(path: str, layer: str, root: Root) -> None:
     """Mount a folder of the machine read-only, without the paths of `root.hidden`.
 
-    It is mounted as an overlay: its sockets and named pipes are then files of the overlay, to which
-    no server of the machine is connected. The new folder `layer` lies on top of the machine's. A
-    device 0:0 in it is a whiteout, which hides the path below.
+    In an overlay, its sockets and named pipes are files of the overlay, to which no server of the
+    machine is connected. The new folder `layer` lies on top of the machine's. A device 0:0 in it is
+    a whiteout, which hides the path below.
     """
     os.mkdir(layer, 0o755)
     for hidden in root.hidden:
@@ -232,7 +239,7 @@ def _mount_points() -> Iterator[str]:
             yield re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
-def _expose(path: str) -> None:
+def _bind_read_only(path: str) -> None:
     """Make a folder, file or link of the machine visible read-only, if it exists."""
     source = HOST + path
     if os.path.islink(source):

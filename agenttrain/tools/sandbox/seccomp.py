@@ -99,8 +99,11 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
     `permitted` are the names in `REFUSED` that the filter allows. A test (EQUAL, AT_LEAST, ANY_BIT)
     compares the number that was loaded last. Its last two arguments are the numbers of instructions
     to skip: if the test is true, if it is false.
+
+    A refused call fails with EPERM, as for a process without privileges. ENOSYS and EAFNOSUPPORT
+    are the errors of a kernel that lacks the call or the family: libraries then do without it.
     """
-    column = tuple(ARCHITECTURE).index(machine)
+    column = tuple(ARCHITECTURE).index(machine)  # of the machine's number in the tuples above
     # Calls of another architecture, and of x32, have other numbers.
     lines = [_op(LOAD, ARCHITECTURE_AT), _op(EQUAL, ARCHITECTURE[machine], 1, 0), _op(RETURN, KILL)]
     lines += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _errno(ENOSYS)]
@@ -110,7 +113,7 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
         if name not in permitted:
             lines += _on_call(numbers[column], [_errno(EPERM)])
     # Calls about a process: allowed if the argument that names it is 0, the caller.
-    for *numbers_by_machine, argument in SELF_ONLY.values():
+    for *numbers_by_machine, argument in SELF_ONLY.values():  # (302, 261, 0): [302, 261], 0
         allow_self = [
             _op(LOAD, ARGUMENT_AT + 8 * argument),
             _op(EQUAL, 0, 0, 1),
@@ -121,8 +124,8 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
     check_flags = [_op(LOAD, ARGUMENT_AT), _op(ANY_BIT, NAMESPACE_FLAGS, 0, 1), _errno(EPERM)]
     lines += _on_call(CLONE[column], [*check_flags, _op(RETURN, ALLOW)])
     check_family = [_op(LOAD, ARGUMENT_AT), *_skip_if_in(FAMILIES), _errno(EAFNOSUPPORT)]
-    lines.append(_op(EQUAL, SOCKET[column], 1, 0))  # if true, to `check_family`, as for socketpair
-    lines += _on_call(SOCKETPAIR[column], [*check_family, _op(RETURN, ALLOW)])
+    sockets = [SOCKET[column], SOCKETPAIR[column]]
+    lines += _on_calls(sockets, [*check_family, _op(RETURN, ALLOW)])
     # setsockopt, except for the sizes of buffers (level SOL_SOCKET, its second argument).
     allow_other_levels = [
         _op(LOAD, ARGUMENT_AT + 8),
@@ -136,7 +139,15 @@ def program(machine: str, permitted: Sequence[str] = ()) -> list[bytes]:
 
 def _on_call(number: int, block: list[bytes]) -> list[bytes]:
     """Return instructions that run `block`, which returns, on the system call of this number."""
-    return [_op(EQUAL, number, 0, len(block)), *block]
+    return _on_calls([number], block)
+
+
+def _on_calls(numbers: Sequence[int], block: list[bytes]) -> list[bytes]:
+    """Return instructions that run `block`, which returns, on any of these system calls."""
+    *others, last = numbers
+    # Each test that is true skips the tests after it; the last one skips the block if it is false.
+    to_block = [_op(EQUAL, number, len(others) - i, 0) for i, number in enumerate(others)]
+    return [*to_block, _op(EQUAL, last, 0, len(block)), *block]
 
 
 def _skip_if_in(values: Sequence[int]) -> list[bytes]:

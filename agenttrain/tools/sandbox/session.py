@@ -155,9 +155,19 @@ async def run_call(jail: Jail, kind: str, code: str, settings: SandboxSettings) 
 
 
 class _Call:
-    """A call in progress: reads control messages, answers and output until one ends the call."""
+    """A call in progress: three readers on the event loop, of which one ends the call.
+
+    - `_read_answer`: the interpreter's channel. ``<nonce> <status>`` says that the code has run.
+    - `_read_output`: what the code prints; too much of it ends the call.
+    - `_read_control`: messages of the sandbox's first process. `exit python 1`: an interpreter has
+      ended; `memory` and `full`: a limit is reached; end of the connection: the sandbox is gone.
+
+    The call sends the first process `go` at its beginning and `halt` at its end. From a `halt` to
+    the next `go`, all processes of the sandbox are stopped.
+    """
 
     def __init__(self, jail: Jail, kind: str, settings: SandboxSettings) -> None:
+        """Prepare a call of the interpreter `kind`, `python` or `bash`; start it if need be."""
         self._jail, self._kind, self._limit_s = jail, kind, settings.call_s
         self._worker: SandboxProcess = jail.worker(kind)
         self._output = Output(settings.max_chars)
@@ -167,14 +177,15 @@ class _Call:
         """First word of the answer. The code cannot guess it, and so cannot fake an answer."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[tuple[End, int]] = self._loop.create_future()
-        """(how the call ended, status), set by one of the readers."""
+        """(how the call ended, exit status as in `CodeOutcome`), set by the first reader that ends
+        the call, or SandboxError if the sandbox is gone."""
         self._watched: set[int] = set()
-        """File descriptors whose readers the event loop calls."""
+        """File descriptors with a reader on the event loop, which must be removed at the end."""
 
     async def run(self, code: str) -> CodeOutcome:
         """Run the code until a reader below ends the call by `_finish`, or the time limit does.
 
-        The sandbox's processes run from "go" to "halt"; after a limit or a fault they are killed.
+        After a limit or a fault the sandbox is killed.
         """
         self._jail.interrupt = self._on_interrupt  # called if the sandbox is killed meanwhile
         self._jail.control.send(b"go")
@@ -290,7 +301,7 @@ class _Call:
             self._unwatch(self._jail.control.fileno())
             if not self._ended.done():
                 self._ended.set_exception(SandboxError("the sandbox ended by itself"))
-        elif words[0] in (End.memory, End.full):
+        elif words[0] in (End.memory, End.full):  # a StrEnum: its members equal the texts
             self._finish(End(words[0]))
         elif words[:2] == ["exit", self._kind]:  # `exit python 1`, in a call of `python`
             self._finish(End.exited, int(words[2]))
