@@ -122,7 +122,7 @@ class Collector(RolloutContext):
     place_of: Callable[[Task], str] = "task {0.task_id}".format
     """Returns where a task's row stands, for error messages."""
 
-    def of(self, task: Task) -> Self:
+    def for_task(self, task: Task) -> Self:
         """Return the collector with the tools, environments and rewards of the task's data source.
 
         In a run without sources this is the collector itself.
@@ -187,7 +187,7 @@ class Collector(RolloutContext):
 
     def tools_of(self, task: Task) -> tuple[str, ...]:
         """Return the names of all tools that rollouts of this task may have."""
-        source = self.of(task)
+        source = self.for_task(task)
         # The methods of the task's environment are tools too, in a toolbox of their own.
         methods = source.environments.toolbox_of(source.environments.kind_of(task))
         return (*source.toolbox.names, *methods.names)
@@ -344,14 +344,14 @@ async def _score(collector: Collector, rollouts: Sequence[Rollout]) -> Sequence[
     by_source: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.stop_reason is StopReason.agent_failed:
-            names = collector.of(rollout.task).rubric.names
+            names = collector.for_task(rollout.task).rubric.names
             rollout.rewards, rollout.reward = dict.fromkeys(names, 0.0), 0.0
         else:
             by_source.setdefault(rollout.task.source, []).append(rollout)
     unscored: list[str] = []
     try:
         for scored in by_source.values():
-            unscored += await collector.of(scored[0].task).rubric.score(scored)
+            unscored += await collector.for_task(scored[0].task).rubric.score(scored)
     except RewardError as error:
         error.rollouts = list(rollouts)
         raise
@@ -371,7 +371,7 @@ def _rollout_requests(
     has_outside_agent = collector.attempt is not None
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
-        source = collector.of(task)
+        source = collector.for_task(task)
         if has_outside_agent:  # it sends a prompt of its own
             requests += request.rollouts(place, task, None)
             continue
@@ -425,7 +425,7 @@ async def _run_all(
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked_engine:
                     attempt = collector.attempt or run_rollout
-                    source = collector.of(request.task)
+                    source = collector.for_task(request.task)
                     result = await attempt(request, replace(source, engine=tracked_engine))
                 if result.length:  # an environment that could not be started has no prompt
                     tools = RowTools(result.task, source.toolbox, source.environments)

@@ -555,7 +555,7 @@ class _Loop:
         It comes from the context's `user` if there is one. Otherwise the task's scripted user turns
         come first, then the environment's messages, then those of the simulated user.
         """
-        answer, user_turn = self.trajectory.messages[-1], self._dialogue.said
+        answer, user_turn = self.trajectory.messages[-1], self._dialogue.user_messages
         scripted = self.rollout.task.user_turns
         if self.user is not None:
             return await self.user(answer)
@@ -675,7 +675,7 @@ class _Loop:
 
         `options` are the other arguments of `delegate`. Calls delegate one at a time, in `order`.
         """
-        self.sub_agents.check_loop(caller.tool)
+        self.sub_agents.check_may_delegate(caller.tool)
         async with order.turn(caller.call_id):
             copies: list[Message] = copy_value([*messages])  # the tool may change its own later
             sub_request = SubAgentRequest(caller=caller, messages=copies, **options)
@@ -690,7 +690,7 @@ class _Loop:
         depth = self.agent.depth + 1
         self.sub_agents.check_depth(depth)
         context = replace(self.context, limits=sub_request.tighten(self.context.limits))
-        tools = sub_request.row_tools(context, self.episode)
+        tools = sub_request.make_tools(context, self.episode)
         prompt = self.chat.prompt_ids(sub_request.messages, tools.schemas)
         if len(prompt) >= self.engine.max_context:
             return Delegated(
