@@ -405,13 +405,19 @@ def _rollout_requests(
 async def _run_all(
     collector: Collector, requests: Sequence[RolloutRequest], schemas: Schemas
 ) -> list[Rollout | _NoRollout]:
-    """Run all rollouts and verify their ledgers. Return the results in their order."""
+    """Run all rollouts and verify their ledgers. Return the results in the order of requests.
+
+    Adds to `schemas` the tool schemas of each rollout, by its id, for later checks of its ledger.
+    """
     engine, concurrency = collector.engine, collector.limits.concurrency
+    # `deterministic` is None by default: the run then repeats if the engine can.
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
         engine.expect([request.rollout_id for request in requests])
         # The engine admits by its slots: a limit here would hold back rollouts that it waits for.
         concurrency = len(requests)
+    # Bounds the rollouts in flight. Calls that run at the same time share the collector's gate.
     gate = collector.gate or asyncio.Semaphore(concurrency)
+    make_rollout = collector.attempt or run_rollout  # `attempt` runs an outside agent
     throttle = collector.throttle
     assert throttle is not None, "`collect` has set one"
     finished = 0
@@ -424,9 +430,9 @@ async def _run_all(
             await throttle.wait()  # so that thousands of starts do not stop the event loop
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked_engine:
-                    attempt = collector.attempt or run_rollout
+                    # With the tools, environments and rewards of the task's data source.
                     source = collector.for_task(request.task)
-                    result = await attempt(request, replace(source, engine=tracked_engine))
+                    result = await make_rollout(request, replace(source, engine=tracked_engine))
                 if result.length:  # an environment that could not be started has no prompt
                     tools = RowTools(result.task, source.toolbox, source.environments)
                     schemas[result.rollout_id] = tools.schemas
@@ -486,9 +492,12 @@ def _group_results(
 def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
     """Raise NoRollouts if no rollout of these tasks can be scored.
 
-    `tasks` counts all tasks, `attempts` the rollouts of those whose prompt was usable.
+    `tasks` counts all tasks, `attempts` the rollouts of those whose prompt was usable. Without
+    attempts, prompts were refused by the chat template (bad rows) or too long (overlong).
     """
-    if not attempts and collected.bad_rows:
+    # `at_source` returns a key as the run has it: ``data.train`` of the source shop is
+    # ``data.sources.shop.train``. `own_keys`, needed for other keys than data's, are none.
+    if not attempts and collected.bad_rows:  # perhaps also overlong prompts
         keys = [
             at_source(name, own_keys=(), text="data.on_bad_row") for name in collected.bad_sources
         ]
@@ -498,7 +507,7 @@ def check_usable(collected: Collected, tasks: int, attempts: int, max_context: i
             f"`agenttrain data` shows rows; {keys[0]}=error names the first such row.",
             collected,
         )
-    if not attempts:
+    if not attempts:  # all are overlong
         splits = [
             at_source(name, own_keys=(), text=f"data.{split}")
             for name in collected.overlong_sources
