@@ -415,7 +415,7 @@ class _Loop:
             return False
         if self.trajectory.length <= (self.limits.compact_at or 0):
             return False
-        writes_summary = self._summary_room > 0  # only then tokens are reserved for one
+        writes_summary = self._summary_room > 0  # else no tokens are reserved for one
         return self._may_summarise() if writes_summary else True
 
     def _may_summarise(self) -> bool:
