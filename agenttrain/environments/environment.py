@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter
 from typing import Any, TypeVar, cast
 
@@ -78,10 +79,14 @@ class Start:
 
 
 class EnvironmentKind:
-    """One declared environment class. Every rollout of its rows gets a separate instance.
+    """One declared environment class, and its instances.
 
-    `start` gives a rollout its `Episode`, whose `finish` gives the instance back. `aclose` closes
-    all instances at the end of the run. All of it is called in the event loop.
+    `start` gives a rollout an `Episode` in an instance that no other rollout uses meanwhile. The
+    episode's `finish` returns the instance to the pool (`idle`) if the class is pooled, else closes
+    it. `aclose` closes all instances at the end of the run. All of it runs in the event loop.
+
+    A hook that takes too long is abandoned: its call goes on in its thread. `busy` returns the
+    instances with such calls, so that a run with too many of them can be ended.
     """
 
     def __init__(
@@ -110,7 +115,7 @@ class EnvironmentKind:
         """Episodes of the rollouts in flight, by rollout id."""
         self.idle: list[Instance] = []
         """The pool: instances that wait for their next rollout."""
-        self._closed_busy: list[Instance] = []
+        self._closed_stuck: list[Instance] = []
         """Closed instances in which an abandoned call still runs."""
         self._warned = False
         """True once a `close` that failed was reported."""
@@ -133,8 +138,9 @@ class EnvironmentKind:
 
     def busy(self) -> list[Instance]:
         """Return the instances in which a call may run, closed ones included."""
-        self._closed_busy = [instance for instance in self._closed_busy if instance.threads.stuck]
-        return [*(episode.instance for episode in self.episodes.values()), *self._closed_busy]
+        # `threads.stuck` has a label for each abandoned call that still runs.
+        self._closed_stuck = [instance for instance in self._closed_stuck if instance.threads.stuck]
+        return [*(episode.instance for episode in self.episodes.values()), *self._closed_stuck]
 
     async def start(self, start: Start) -> Episode:
         """Give a rollout an instance, new or from the pool, and reset it.
@@ -158,6 +164,7 @@ class EnvironmentKind:
             await episode.finish(reusable=False)
             if not isinstance(error, Exception):  # a cancellation
                 raise
+            # `stage` is "its constructor" in a new episode; `_make_and_reset` sets "its reset".
             raise self.unavailable(episode.stage, error) from error
         return episode
 
@@ -178,7 +185,8 @@ class EnvironmentKind:
             }
             arguments = {name: available[name] for name in self._reset_arguments}
             prompt = await instance.call(instance.obj.reset, **arguments)
-            # In the instance's thread: an error quotes the prompt, whose repr runs user code.
+            # `_to_messages` quotes a wrong prompt in its error. The prompt's repr is user code, so
+            # it runs in the instance's thread too.
             episode.messages = () if prompt is None else await instance.call(_to_messages, prompt)
         if await instance.call(lambda: getattr(instance.obj, "done", False)):
             raise ValueError("`done` is true before the first turn; reset must make it false")
@@ -202,7 +210,7 @@ class EnvironmentKind:
     async def close_instance(self, instance: Instance) -> None:
         """Close an instance. The first failure of a class's `close` is printed as a warning."""
         if instance.threads.stuck:  # an abandoned call still runs in it
-            self._closed_busy.append(instance)
+            self._closed_stuck.append(instance)
         try:
             await instance.close(self.settings.hook_timeout_s)
         except Exception as error:
@@ -248,9 +256,10 @@ class Episode:
     """
 
     def __init__(self, kind: EnvironmentKind, instance: Instance, rollout_id: str) -> None:
+        """`EnvironmentKind.start` makes and resets the instance after this."""
         self.kind, self.instance, self.rollout_id = kind, instance, rollout_id
         self.stage = "its constructor"
-        """What runs before the first turn; an error names it."""
+        """The user code that `start` runs: "its constructor", then "its reset". Errors name it."""
         self.messages: tuple[Message, ...] = ()
         """Messages that the reset returned."""
         self.done = False
@@ -258,6 +267,7 @@ class Episode:
         self.truncated = False
         """True if a limit of the environment ended the episode."""
         self._finished = False
+        """True once `finish` has given the instance back, whether or not the episode was `done`."""
 
     @property
     def stop_reason(self) -> StopReason | None:
@@ -439,8 +449,13 @@ class Instance:
     `make` comes first, then any number of `call`, then `close`, all from the event loop.
 
     Blocking methods run off the event loop, always in the same thread, so an object may own things
-    that are bound to a thread (an SQLite connection, a browser). After an abandoned call, which may
-    still run in that thread, the next call gets another thread and waits there for the first.
+    that are bound to a thread (an SQLite connection, a browser). Async methods run on the event
+    loop.
+
+    The caller limits the time of a call, and cancels it when the limit is over. A blocking method
+    then goes on in its thread: the call is abandoned. The next call gets another thread and waits
+    there for the first. `Environments.check_stuck` ends a run with too many abandoned calls that
+    are overdue, which means that they also run longer than `limit_s`.
     """
 
     def __init__(self, label: str, limit_s: float) -> None:
@@ -456,9 +471,9 @@ class Instance:
         self.abandoned = False
         """True once a call was cancelled: it may still run, so no other rollout gets the object."""
         self.threads = DaemonThreads(idle_s=IDLE_S)
-        self._busy = threading.Lock()
+        self._call_lock = threading.Lock()
         """Held during a blocking call: one runs at a time, also after an abandoned one."""
-        self._lock = threading.Lock()
+        self._close_lock = threading.Lock()
         """Guards `obj` and `_closing`: an object that is made during `close` is closed too."""
         self._closing = False
 
@@ -467,7 +482,7 @@ class Instance:
 
         def make_in_thread() -> None:
             obj = construct()
-            with self._lock:
+            with self._close_lock:
                 self.obj, is_late = obj, self._closing
             if is_late:
                 attempt(lambda: _close_in_thread(obj))  # an error of its `close` is dropped
@@ -476,36 +491,46 @@ class Instance:
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a sync or async method of the object; its errors are raised."""
-        cancelled = threading.Event()
-        # A little early, so that the call counts as overdue once the limit's timer has fired.
-        deadline = time.monotonic() + 0.9 * self._limit_s
-
-        def call_in_thread() -> Any:
-            with self._busy:  # a call that is cancelled while it waits here never begins
-                return None if cancelled.is_set() else function(*args, **kwargs)
-
         self.running += 1
         try:
             if inspect.iscoroutinefunction(function):
                 return await self._on_loop(function(*args, **kwargs))
-            outcome = await self.threads.run(call_in_thread, label=self._label, deadline=deadline)
-            if outcome.alarm:  # the method tried to set one
-                warn_of_alarm(self._label, NO_ALARM)
-            value = unwrap(outcome)
+            value = await self._in_thread(partial(function, *args, **kwargs))
             return await self._on_loop(value) if inspect.isawaitable(value) else value
         except asyncio.CancelledError:
-            cancelled.set()
             self.abandoned = True
             raise
         finally:
             self.running -= 1
+
+    async def _in_thread(self, function: Callable[[], Any]) -> Any:
+        """Run a blocking method in the object's thread; return its value or raise its error.
+
+        If this is cancelled, a method that has begun goes on in the thread.
+        """
+        cancelled = threading.Event()
+
+        def call_in_thread() -> Any:
+            with self._call_lock:  # a call that is cancelled while it waits here never begins
+                return None if cancelled.is_set() else function()
+
+        try:
+            outcome = await self.threads.run(
+                call_in_thread, label=self._label, deadline=self._deadline()
+            )
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        if outcome.alarm:  # the method called `signal.alarm`, which only the main thread can
+            warn_of_alarm(self._label, NO_ALARM)
+        return unwrap(outcome)
 
     async def close(self, seconds: float) -> None:
         """Close the object, once; errors of its `close` are raised.
 
         Does not wait for an abandoned call: closing the object may be the way to end it.
         """
-        with self._lock:
+        with self._close_lock:
             if self._closing:
                 return
             self._closing, obj = True, self.obj
@@ -527,14 +552,19 @@ class Instance:
             await self._on_loop(value)
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
-        """Await a call on the event loop; once abandoned, it counts as overdue after the limit."""
-        # A little early, so that the call counts as overdue once the limit's timer has fired.
-        deadline = time.monotonic() + 0.9 * self._limit_s
-        return unwrap(
-            await attempt_async(
-                awaitable, threads=self.threads, label=self._label, deadline=deadline
-            )
+        """Await an async method on the event loop; return its value or raise its error."""
+        # If the method raises, the error's text may be user code. It is computed in a thread, which
+        # may get stuck in it: so the label and the deadline.
+        outcome = await attempt_async(
+            awaitable, threads=self.threads, label=self._label, deadline=self._deadline()
         )
+        return unwrap(outcome)
+
+    def _deadline(self) -> float:
+        """Return the time.monotonic from which a call that begins now is overdue."""
+        # 0.9: the caller's timer for the same limit has begun a little earlier. When it fires and
+        # the call is abandoned, the call must count as overdue already.
+        return time.monotonic() + 0.9 * self._limit_s
 
 
 def unwrap(outcome: Any) -> Any:

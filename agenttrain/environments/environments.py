@@ -63,8 +63,9 @@ class Environments:
                         raise ValueError(f"it has two tools with the name {tool!r}; rename one")
                     tools[tool] = _DescribedTool(name=tool, schema=schema, kind=kind)
             except ValueError as error:
-                # `kind.bound` are the constructor's arguments, which the error may be about.
                 key = f"environment.{name}"
+                # If the error begins with an argument of the constructor (they are `kind.bound`),
+                # its message begins with that argument's whole key: `environment.maze.size`.
                 raise ValueError(about_argument(error, key, kind.bound)) from error
             self.toolboxes[name] = Toolbox(
                 tools,
@@ -85,20 +86,26 @@ class Environments:
 
     @property
     def stuck(self) -> tuple[str, ...]:
-        """The environment's label for each abandoned call that still runs."""
+        """A label (``environment maze``) for each call that still runs although it was cancelled.
+
+        These are all such calls: `check_stuck` counts only those whose time limit is over too.
+        """
         instances = (instance for kind in self.kinds.values() for instance in kind.busy())
         return tuple(label for instance in instances for label in instance.threads.stuck)
 
     def check_stuck(self) -> None:
-        """Raise StuckTools if more than `max_stuck` calls still run after their time limit."""
+        """Raise StuckTools if more than `max_stuck` calls still run after their time limit.
+
+        A cancelled call that may still end within its limit does not count.
+        """
         instances = (instance for kind in self.kinds.values() for instance in kind.busy())
-        stuck = Counter(label for instance in instances for label in instance.threads.overdue)
-        if stuck.total() > self._max_stuck:
-            names = ", ".join(f"{label} ({count})" for label, count in stuck.most_common())
+        overdue = Counter(label for instance in instances for label in instance.threads.overdue)
+        if overdue.total() > self._max_stuck:
+            names = ", ".join(f"{label} ({count})" for label, count in overdue.most_common())
             raise StuckTools(
-                f"rollout.max_stuck_calls={self._max_stuck}: {stuck.total()} calls of environments "
-                f"still run past their time limit: {names}; their threads cannot be ended: give "
-                "what they wait for a time limit of its own"
+                f"rollout.max_stuck_calls={self._max_stuck}: {overdue.total()} calls of "
+                f"environments still run past their time limit: {names}; their threads cannot be "
+                "ended: give what they wait for a time limit of its own"
             )
 
     @property

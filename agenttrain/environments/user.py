@@ -104,7 +104,7 @@ class Dialogue:
         """What was heard and said, in order."""
         self._replies = 0
         """Times that the simulated user was asked: it has a limit."""
-        self.said = 0
+        self.user_messages = 0
         """Number of messages passed to `say`: the simulated user's, and texts of the environment or
         a tool. Seeds are derived from it."""
 
@@ -115,7 +115,7 @@ class Dialogue:
     def say(self, text: str) -> None:
         """Record a message of the user, also one that the environment or a tool wrote."""
         self._messages.append({"role": "user", "content": text})
-        self.said += 1
+        self.user_messages += 1
 
     async def reply(self, task: Task) -> str | None:
         """Return the simulated user's reply to the last answer, or None if there is none.
@@ -125,8 +125,8 @@ class Dialogue:
         if self._user is None:
             return None
         prompt = [m for m in task.messages if m["role"] in ("user", "assistant")]
-        # `say` raises `said` before the next reply, which so gets another seed.
-        seed = derive_seed(self._seed, "user", self.said)
+        # `say` raises `user_messages` before the next reply, which so gets another seed.
+        seed = derive_seed(self._seed, "user", self.user_messages)
         spoken = [*prompt, *self._messages]
         text = await self._user.reply(task, spoken, replies=self._replies, seed=seed)
         self._replies += 1

@@ -122,7 +122,7 @@ class Collector(RolloutContext):
     place_of: Callable[[Task], str] = "task {0.task_id}".format
     """Returns where a task's row stands, for error messages."""
 
-    def of(self, task: Task) -> Self:
+    def for_task(self, task: Task) -> Self:
         """Return the collector with the tools, environments and rewards of the task's data source.
 
         In a run without sources this is the collector itself.
@@ -187,7 +187,7 @@ class Collector(RolloutContext):
 
     def tools_of(self, task: Task) -> tuple[str, ...]:
         """Return the names of all tools that rollouts of this task may have."""
-        source = self.of(task)
+        source = self.for_task(task)
         # The methods of the task's environment are tools too, in a toolbox of their own.
         methods = source.environments.toolbox_of(source.environments.kind_of(task))
         return (*source.toolbox.names, *methods.names)
@@ -344,14 +344,14 @@ async def _score(collector: Collector, rollouts: Sequence[Rollout]) -> Sequence[
     by_source: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.stop_reason is StopReason.agent_failed:
-            names = collector.of(rollout.task).rubric.names
+            names = collector.for_task(rollout.task).rubric.names
             rollout.rewards, rollout.reward = dict.fromkeys(names, 0.0), 0.0
         else:
             by_source.setdefault(rollout.task.source, []).append(rollout)
     unscored: list[str] = []
     try:
         for scored in by_source.values():
-            unscored += await collector.of(scored[0].task).rubric.score(scored)
+            unscored += await collector.for_task(scored[0].task).rubric.score(scored)
     except RewardError as error:
         error.rollouts = list(rollouts)
         raise
@@ -371,7 +371,7 @@ def _rollout_requests(
     has_outside_agent = collector.attempt is not None
     for place, task in request.placed_tasks():
         prompt_ids: list[int] | None = None
-        source = collector.of(task)
+        source = collector.for_task(task)
         if has_outside_agent:  # it sends a prompt of its own
             requests += request.rollouts(place, task, None)
             continue
@@ -405,13 +405,19 @@ def _rollout_requests(
 async def _run_all(
     collector: Collector, requests: Sequence[RolloutRequest], schemas: Schemas
 ) -> list[Rollout | _NoRollout]:
-    """Run all rollouts and verify their ledgers. Return the results in their order."""
+    """Run all rollouts and verify their ledgers. Return the results in the order of requests.
+
+    Adds to `schemas` the tool schemas of each rollout, by its id, for later checks of its ledger.
+    """
     engine, concurrency = collector.engine, collector.limits.concurrency
+    # `deterministic` is None by default: the run then repeats if the engine can.
     if collector.limits.deterministic is not False and isinstance(engine, Lockstep):
         engine.expect([request.rollout_id for request in requests])
         # The engine admits by its slots: a limit here would hold back rollouts that it waits for.
         concurrency = len(requests)
+    # Bounds the rollouts in flight. Calls that run at the same time share the collector's gate.
     gate = collector.gate or asyncio.Semaphore(concurrency)
+    make_rollout = collector.attempt or run_rollout  # `attempt` runs an outside agent
     throttle = collector.throttle
     assert throttle is not None, "`collect` has set one"
     finished = 0
@@ -424,9 +430,9 @@ async def _run_all(
             await throttle.wait()  # so that thousands of starts do not stop the event loop
             try:
                 with collector.in_flight.tracked(request.rollout_id, engine) as tracked_engine:
-                    attempt = collector.attempt or run_rollout
-                    source = collector.of(request.task)
-                    result = await attempt(request, replace(source, engine=tracked_engine))
+                    # With the tools, environments and rewards of the task's data source.
+                    source = collector.for_task(request.task)
+                    result = await make_rollout(request, replace(source, engine=tracked_engine))
                 if result.length:  # an environment that could not be started has no prompt
                     tools = RowTools(result.task, source.toolbox, source.environments)
                     schemas[result.rollout_id] = tools.schemas
@@ -486,9 +492,12 @@ def _group_results(
 def check_usable(collected: Collected, tasks: int, attempts: int, max_context: int) -> None:
     """Raise NoRollouts if no rollout of these tasks can be scored.
 
-    `tasks` counts all tasks, `attempts` the rollouts of those whose prompt was usable.
+    `tasks` counts all tasks, `attempts` the rollouts of those whose prompt was usable. Without
+    attempts, prompts were refused by the chat template (bad rows) or too long (overlong).
     """
-    if not attempts and collected.bad_rows:
+    # `at_source` returns a key as the run has it: ``data.train`` of the source shop is
+    # ``data.sources.shop.train``. `own_keys`, needed for other keys than data's, are none.
+    if not attempts and collected.bad_rows:  # perhaps also overlong prompts
         keys = [
             at_source(name, own_keys=(), text="data.on_bad_row") for name in collected.bad_sources
         ]
@@ -498,7 +507,7 @@ def check_usable(collected: Collected, tasks: int, attempts: int, max_context: i
             f"`agenttrain data` shows rows; {keys[0]}=error names the first such row.",
             collected,
         )
-    if not attempts:
+    if not attempts:  # all are overlong
         splits = [
             at_source(name, own_keys=(), text=f"data.{split}")
             for name in collected.overlong_sources

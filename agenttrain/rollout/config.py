@@ -215,9 +215,9 @@ class EvalConfig:
         return self
 
     def sampling(self, seed: int = 0) -> Sampling:
-        """Return the settings of sampled, not greedy, completions; the loop sets their budgets.
+        """Return the settings of completions for evaluation, `play` and `serve`.
 
-        They are not trained on, so no experts are recorded for them.
+        Greedy evaluation has others. The rollout loop sets the tokens of each turn.
         """
         return Sampling(
             temperature=self.temperature,
@@ -225,6 +225,7 @@ class EvalConfig:
             top_k=self.top_k,
             min_p=self.min_p,
             seed=seed,
+            # The experts of a mixture-of-experts model are recorded only for training.
             routes=False,
         )
 

@@ -89,16 +89,20 @@ class SubAgentRequest:
             changes[key] = value
         return replace(limits, **changes)
 
-    def row_tools(self, context: RolloutContext, episode: Episode | None) -> RowTools:
-        """Return the sub-agent's tools. Raises ConfigError for one that does not exist."""
+    def make_tools(self, context: RolloutContext, episode: Episode | None) -> RowTools:
+        """Return the sub-agent's tools. Raises ConfigError for one that does not exist.
+
+        A name in `tools` is that of a tool which the caller's row brings, else one of the run.
+        """
         caller_task = self.caller.task
-        tools_of_row = {t.name: t for t in caller_task.tools or () if isinstance(t, RowTool)}
-        # A name means the row's own tool if the row has one, else a tool of the run.
-        tools = tuple(tools_of_row.get(name, name) for name in self.tools)
+        brought_by_row = {t.name: t for t in caller_task.tools or () if isinstance(t, RowTool)}
+        tools = tuple(brought_by_row.get(name, name) for name in self.tools)
+        # As for a rollout of the same row, if the row listed only these tools.
         task = replace(caller_task, tools=tools)
         try:
             return RowTools(task, context.toolbox, context.environments, episode)
         except ValueError as error:
+            # It begins with the argument of `delegate`: "tools: there is no tool 'serch' …".
             raise ConfigError(f"tool {self.caller.tool}: delegate({error})") from error
 
 
@@ -150,9 +154,9 @@ class CallOrder:
 class SubAgents:
     """State shared by the sub-agents of a rollout: budget, failure, and the tasks that run them.
 
-    For each call of `ToolContext.delegate` the loop calls `check_loop` and `run`. The sub-agent
-    that is run calls `check_depth` and `begin`. The loop calls `check` when the calls of the turn
-    have their results, and `aclose` at the end.
+    For each call of `ToolContext.delegate` the loop calls `check_may_delegate` and `run`. The
+    sub-agent that is run calls `check_depth` and `begin`. The loop calls `check` when the calls of
+    the turn have their results, and `aclose` at the end.
 
     A tool may catch the errors that it gets. So what has to end the rollout is kept too: `stop`, a
     limit, and `failure`, an error.
@@ -237,12 +241,14 @@ class SubAgents:
             self.failure = self.failure or error
             raise ToolUnavailable(f"its sub-agent failed: {error}") from error
 
-    def check_loop(self, tool: str) -> None:
-        """Raise ToolUnavailable if a sub-agent failed, or in another event loop than the rollout's.
+    def check_may_delegate(self, tool: str) -> None:
+        """Raise ToolUnavailable if the tool of this name must not run a sub-agent.
 
-        `tool` is the name of the tool that delegates.
+        That is so in another event loop than the rollout's, and once a sub-agent has failed.
         """
-        self.used = True  # also where this raises: `check` then ends the rollout
+        # The tool may catch the error that is raised here. So it is kept in `failure`, and `used`
+        # makes the loop call `check` after the turn's calls, which raises it again.
+        self.used = True
         if asyncio.get_running_loop() is not self._loop:
             self.failure = self.failure or ToolUnavailable(
                 f"tool {tool}: delegates from an event loop of its own; make the tool `async def` "

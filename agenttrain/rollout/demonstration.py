@@ -79,7 +79,8 @@ class Demonstrator:
         """Return a recorded rollout with the ids of its record, if this run renders the same ones.
 
         Otherwise the prompt and the replies are rendered by this run's template and tools. Sampled
-        turns keep their ids, except for turns that this run would parse to another message.
+        turns keep their ids there, unless this run parses them to another message
+        (`_Conversation._append_sampled`).
         """
         columns = {name: value for name, value in task.columns.items() if name != ROLLOUT}
         task = replace(task, columns=columns)
@@ -98,6 +99,7 @@ class Demonstrator:
             sampled = completions(record)
             return self._render(task, rollout_id, sampled=sampled)
         except (BadDemonstration, ChatError, LedgerError, ValueError) as error:
+            # Also a BadDemonstration: its message lacks why the record was rendered again.
             raise BadDemonstration(
                 f"{error}. It was not learned as recorded, because {reason}"
             ) from error
@@ -105,14 +107,15 @@ class Demonstrator:
     def _render(self, task: Task, rollout_id: str, sampled: Sequence[Completion] = ()) -> Rollout:
         """Return the rollout of `task.messages`, rendered by the chat template.
 
-        If the completions of its last turns were `sampled`, these turns keep the sampled ids.
+        `sampled` are the completions of a record, whose turns keep their ids. They belong to the
+        last assistant messages: earlier ones are examples in the prompt.
         """
         conversation = _Conversation(self, task, rollout_id, sampled)
         while conversation.pending:
             number = conversation.trajectory.turns
             try:
                 conversation.append_turn(number)
-            except (BadDemonstration, ChatError, ValueError) as error:
+            except (BadDemonstration, ChatError, ValueError) as error:  # the message names the turn
                 raise BadDemonstration(f"turn {number}: {error}") from error
         verify(conversation.rollout, self.chat, conversation.schemas)
         return conversation.rollout
@@ -121,7 +124,9 @@ class Demonstrator:
 class _Conversation:
     """One conversation, turned into a rollout turn by turn.
 
-    `append_turn` is called until no messages are `pending`. The `rollout` is then complete.
+    `append_turn` is called until no messages are `pending`. The `rollout` is then complete. Prompt,
+    replies and turns are rendered by this run's chat template. Only a turn that a run has sampled
+    and recorded may keep its ids.
     """
 
     def __init__(
@@ -138,11 +143,12 @@ class _Conversation:
         """
         task = replace(task, messages=tuple(owner.chat.normal_messages(task.messages)))
         assistant_indices = [i for i, m in enumerate(task.messages) if m["role"] == "assistant"]
-        # With more completions than assistant messages, the record is of another conversation.
+        # With more completions than assistant messages, the record is of another conversation. Then
+        # none of its ids are used, as if nothing was recorded.
         self.sampled = sampled if len(sampled) <= len(assistant_indices) else ()
         turns = len(self.sampled) or len(assistant_indices)
-        first = assistant_indices[-turns] if turns else 0
-        if not first:  # there is no turn, or no message before it
+        first = assistant_indices[-turns] if turns else None
+        if first is None or first == 0:  # there is no turn, or no message before the first one
             raise BadDemonstration(
                 "has nothing to learn: its messages need a question and, after it, an assistant "
                 "message"
@@ -150,7 +156,8 @@ class _Conversation:
         self.chat, self.limits = owner.chat, owner.limits
         self.tools = RowTools(task, owner.toolbox, owner.environments, executed=False)
         self.schemas = self.tools.schemas
-        # `append_turn` takes a turn and its replies off: then it has the messages after them.
+        # Messages that are not yet in the rollout. `append_turn` takes off a turn and the messages
+        # up to the next one.
         self.pending = list(task.messages[first:])
         # The task that a sampled rollout of this conversation would have.
         questions = tuple(text_of(parts(m["content"])) for m in self.pending if m["role"] == "user")
@@ -168,9 +175,9 @@ class _Conversation:
         message, *later = self.pending
         if message["role"] != "assistant":
             raise BadDemonstration(f"a message of the role {message['role']} stands in its place")
-        # The replies end where the next assistant message begins.
+        # The messages up to the next turn: replies to calls, or a user's message.
         end = next((i for i, m in enumerate(later) if m["role"] == "assistant"), len(later))
-        replies, self.pending = later[:end], later[end:]
+        following, self.pending = later[:end], later[end:]
         demonstrated_turn = assistant_turn(message, number)
         for call in demonstrated_turn.calls:
             if call.name not in self.tools.names:
@@ -182,14 +189,15 @@ class _Conversation:
                 )
         turn, completion = self._append_sampled(demonstrated_turn, number)
         if demonstrated_turn.calls:
-            self._append_replies(turn, completion, message, replies)
+            self._append_replies(turn, completion, message, replies=following)
         else:
-            self._append_question(turn, completion, replies)
+            self._append_question(turn, completion, following)
 
     def _append_sampled(self, turn: AssistantTurn, number: int) -> tuple[AssistantTurn, Completion]:
         """Append a turn as if it had been sampled; return it as parsed from its tokens.
 
         The ids are the recorded ones if they parse to the turn, else those of the chat template.
+        Recorded ids may parse to another turn: a run with another template has sampled them.
         """
         ids_before = self.trajectory.token_ids
         after = self.trajectory.messages[-1]["role"]
@@ -205,6 +213,7 @@ class _Conversation:
 
         ids = self._recorded_ids(number)
         if not ids or comparable(parse(ids)) != comparable(turn):
+            # The ids in which the chat template renders the turn.
             ids = completion_ids(
                 self.chat, self.trajectory.messages, self.schemas, turn, prompt=ids_before.tolist()
             )
@@ -287,14 +296,14 @@ class _Conversation:
         )
 
     def _append_question(
-        self, turn: AssistantTurn, completion: Completion, replies: Sequence[Message]
+        self, turn: AssistantTurn, completion: Completion, following: Sequence[Message]
     ) -> None:
         """Append the user's message after an answer. The last answer of the row has none.
 
-        `replies` are the messages of the row between this answer and the next one.
+        `following` are the messages of the row between this answer and the next one.
         """
-        is_last_turn = not self.pending  # the row has no message after `replies`
-        roles = [message["role"] for message in replies]
+        is_last_turn = not self.pending  # the row has no message after `following`
+        roles = [message["role"] for message in following]
         expected_roles = [] if is_last_turn else ["user"]
         if roles != expected_roles:
             raise BadDemonstration(
@@ -304,9 +313,9 @@ class _Conversation:
         if is_last_turn:
             self.rollout.stop_reason = StopReason.completed
             return
-        suffix = suffix_after(self.chat, turn, completion, replies)
-        append_suffix(self.trajectory, suffix, replies, self.chat)
-        self.trajectory.messages.extend(dict(message) for message in replies)
+        suffix = suffix_after(self.chat, turn, completion, following)
+        append_suffix(self.trajectory, suffix, following, self.chat)
+        self.trajectory.messages.extend(dict(message) for message in following)
 
 
 def _in_call_order(replies: Sequence[Message], calls: Sequence[Message]) -> Sequence[Message]:

@@ -216,10 +216,11 @@ class _Loop:
         self._compaction = make_compaction(context.limits)
         self._past_turns: list[PastTurn] = []
         """The turns of the current context, if it may be compacted."""
-        self._reserved = 0
-        """Tokens of the engine's context that are reserved for a summary."""
+        self._summary_room = 0
+        """Tokens of the engine's context that are reserved for a summary and its request; 0: the
+        compaction, if there is one, writes no summary."""
         if self._compaction is not None:
-            self._reserved = summary_room(self._compaction, context.limits, context.chat)
+            self._summary_room = summary_room(self._compaction, context.limits, context.chat)
         # The other sides of the conversation: user and tools.
         self._dialogue = Dialogue(context.simulated_user, request.sampling.seed)
         self._task: Task | None = None
@@ -241,11 +242,27 @@ class _Loop:
 
     async def _sample(self, budget: int) -> tuple[AssistantTurn, Completion]:
         """Sample a turn of at most `budget` tokens; append it to the trajectory and parse it."""
-        rollout, trajectory = self.rollout, self.trajectory
+        trajectory = self.trajectory
+        # The environment's state in which the policy decides: before the turn.
         state = None if self.episode is None else await self.episode.state()
         sent = trajectory.token_ids
+        completion = await self._generate(sent, budget)
+        trajectory.append_sampled(completion, sent)
+        self._turns += 1
+        if state is not None:
+            # Credit per turn compares the turns of equal states. A summary or a sub-agent's turn is
+            # another decision than the main agent's in that state: its role sets it apart.
+            prefix = "" if trajectory.role == MAIN else f"{trajectory.role} "
+            trajectory.states.append(prefix + state)
+        return self._parse(completion), completion
+
+    async def _generate(self, sent: Sequence[int], budget: int) -> Completion:
+        """Return the engine's completion, of at most `budget` tokens, of the ids `sent`."""
+        trajectory, agent = self.trajectory, self.agent
         seed = self.request.sampling.seed
-        if trajectory.index:  # each trajectory has its own noise, turn by turn
+        # The first trajectory has the rollout's seed. Others, such as sub-agents', must not repeat
+        # its samples.
+        if trajectory.index > 0:
             seed = derive_seed(seed, "trajectory", trajectory.index)
         sampling = turn_sampling(
             replace(self.request.sampling, seed=seed),
@@ -255,31 +272,29 @@ class _Loop:
             self.limits,
             budget=budget,
         )
-        agent, images = self.agent, trajectory.images
         completion = await self.engine.generate(
-            sent, sampling, session=agent.session, parent=agent.parent, images=images
+            sent, sampling, session=agent.session, parent=agent.parent, images=trajectory.images
         )
         await self.throttle.wait()  # where many rollouts resume together, a few at a time
         if not completion.token_ids:
             raise EngineError(
-                f"rollout {rollout.rollout_id}: the engine returned no token ({completion})"
+                f"rollout {self.rollout.rollout_id}: the engine returned no token ({completion})"
             )
-        trajectory.append_sampled(completion, sent)
-        self._turns += 1
-        if state is not None:  # credit per turn compares the turns of equal states
-            # Summarising, or acting for another agent, is another decision in the same state.
-            prefix = "" if trajectory.role == MAIN else f"{trajectory.role} "
-            trajectory.states.append(prefix + state)
+        return completion
 
-        # The role before the turn ("user", "tool") decides how the template has opened it.
-        ids, index = completion.token_ids, trajectory.turns - 1
+    def _parse(self, completion: Completion) -> AssistantTurn:
+        """Parse the completion that was just appended; append its message and return the turn."""
+        trajectory, ids = self.trajectory, completion.token_ids
+        index = trajectory.turns - 1
+        # `turn_name` begins the ids of the turn's calls: "call_3_0". The role before the turn
+        # ("user", "tool") decides how the template has opened it.
         name, after = trajectory.turn_name(index), trajectory.messages[-1]["role"]
         turn = self.chat.parse(ids, self.tools.schemas, turn=name, after=after)
         message = turn.message()
-        if self.parsed_turns is not None:
+        if self.parsed_turns is not None:  # spares `verify` to parse the turn again
             self.parsed_turns.record(trajectory, ids, message, turn=index, after=after)
         self._add(message)
-        return turn, completion
+        return turn
 
     async def _compact(self) -> StopReason | None:
         """Begin a new trajectory with a shorter context.
@@ -352,25 +367,7 @@ class _Loop:
         Returns the reason to stop if there is no summary. A user's message that is not answered yet
         is left out: it follows the summary.
         """
-        old, last_turn = self.trajectory, self._past_turns[-1]
-        request = request_message(compaction)
-        unanswered = last_turn.replies[-1]["role"] == "user"
-        replies = [] if unanswered else [*last_turn.replies]
-        suffix = suffix_after(self.chat, last_turn.turn, last_turn.completion, [*replies, request])
-        # Branch after the last completion: the request is rendered together with its replies.
-        # `old` ends with the ids of these replies, which the loop has just appended.
-        replies_length = sum(len(span_ids) for _, span_ids in last_turn.suffix or ())
-        self.trajectory = self.rollout.branch(
-            old.index, old.length - replies_length, role=SUMMARY, delegation=self.agent.delegation
-        )
-        before_replies = len(old.messages) - len(last_turn.replies)
-        prompt = [*old.messages[:before_replies], *replies]
-        self.trajectory.messages += prompt
-        self.trajectory.prompt_messages = len(prompt) + 1  # 1: the request, which `_add` appends
-        for origin, span_ids in suffix:
-            self.trajectory.append_context(span_ids, origin)
-        self._add(request)
-        self._uncounted = self.trajectory.length
+        self._begin_summary(request_message(compaction))
         budget = min(self.limits.summary_tokens, self._remaining_tokens())
         if budget <= 0:
             return self._limit_reached()
@@ -381,6 +378,34 @@ class _Loop:
             return StopReason.invalid_summary
         return summary, completion
 
+    def _begin_summary(self, request: Message) -> None:
+        """Begin the branch in which a summary is sampled; make it the current trajectory.
+
+        It has the current trajectory up to its last completion, the replies to that, unless they
+        are a user's message, and then the `request` for a summary.
+        """
+        old, last_turn = self.trajectory, self._past_turns[-1]
+        unanswered = last_turn.replies[-1]["role"] == "user"
+        replies = [] if unanswered else [*last_turn.replies]
+        # `old` ends with these replies. The branch begins before them and gets them anew, because
+        # `suffix_after` renders all messages that follow a completion at once.
+        suffix = suffix_after(self.chat, last_turn.turn, last_turn.completion, [*replies, request])
+        replies_length = sum(len(span_ids) for _, span_ids in last_turn.suffix or ())
+        completion_end = old.length - replies_length
+        self.trajectory = self.rollout.branch(
+            old.index, completion_end, role=SUMMARY, delegation=self.agent.delegation
+        )
+        messages_before_replies = old.messages[: len(old.messages) - len(last_turn.replies)]
+        self.trajectory.messages += [*messages_before_replies, *replies]
+        # 1: the request, which `_add` appends.
+        self.trajectory.prompt_messages = len(self.trajectory.messages) + 1
+        for origin, span_ids in suffix:
+            self.trajectory.append_context(span_ids, origin)
+        self._add(request)
+        # `max_completion_tokens` counts only the summary: the tokens before it were counted in
+        # `old`, or are the request.
+        self._uncounted = self.trajectory.length
+
     def _must_compact(self) -> bool:
         """Return True if the context has turns, is longer than `compact_at` and may be compacted.
 
@@ -390,12 +415,12 @@ class _Loop:
             return False
         if self.trajectory.length <= (self.limits.compact_at or 0):
             return False
-        has_summaries = self._reserved > 0
-        return self._may_summarise() if has_summaries else True
+        writes_summary = self._summary_room > 0  # else no tokens are reserved for one
+        return self._may_summarise() if writes_summary else True
 
     def _may_summarise(self) -> bool:
         """Return True if the compaction has summaries and `max_turns` allows one and a turn."""
-        return self._reserved > 0 and self._turns + 1 < self.limits.max_turns
+        return self._summary_room > 0 and self._turns + 1 < self.limits.max_turns
 
     def _add(self, *messages: Message) -> None:
         self.trajectory.messages.extend(messages)
@@ -424,7 +449,7 @@ class _Loop:
     def _remaining_context(self) -> int:
         """Return the free tokens of the engine's context, less those reserved for a summary."""
         may_follow = self.trajectory.role != SUMMARY and self._may_summarise()
-        reserved = self._reserved if may_follow else 0
+        reserved = self._summary_room if may_follow else 0
         return self.engine.max_context - reserved - self.trajectory.length
 
     def _limit_reached(self) -> StopReason:
@@ -452,20 +477,16 @@ class _Loop:
         if not stops and (reason := self._reason_not_to_run(turn, calls, completion)):
             return reason
         results = await self._execute(calls, stops=stops)
-        await self.throttle.wait()
-        for result in results:
-            if result.error is ToolError.unavailable:
-                # The tool is broken: the model must not learn from its answer.
-                raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
-        for result in results:
-            if result.reward is not None:
-                self._reward_turn(result.reward, f"tool {result.call.name}")
-        # A sub-agent's limit comes first, then the stop tool, then the limits on calls.
+        await self.throttle.wait()  # where many rollouts resume together, a few at a time
+        self._take_rewards(results)
+        # A sub-agent's limit comes first (`sub_agents.stop`, None if it has reached none), then the
+        # stop tool, then the limits on calls.
         reason = self.sub_agents.stop
         if reason is None:
             reason = StopReason.stop_tool if stops else self._reason_after_calls(results)
-        # If a turn follows, one sampled token has to fit after the clipped replies.
-        max_suffix_tokens = self._remaining_tokens() - int(reason is None)
+        max_suffix_tokens = self._remaining_tokens()
+        if reason is None:  # a turn follows: one sampled token has to fit after the replies
+            max_suffix_tokens -= 1
         replies, suffix = fit_replies(
             self.chat,
             turn,
@@ -481,6 +502,19 @@ class _Loop:
         )
         self._append(turn, completion, replies, suffix)
         return reason
+
+    def _take_rewards(self, results: Sequence[ToolResult]) -> None:
+        """Add the rewards of a turn's results to the turn.
+
+        Raises ToolUnavailable instead if a tool is broken: the model must not learn from its
+        answer.
+        """
+        for result in results:
+            if result.error is ToolError.unavailable:
+                raise ToolUnavailable(f"tool {result.call.name}: {result.content}")
+        for result in results:
+            if result.reward is not None:
+                self._reward_turn(result.reward, f"tool {result.call.name}")
 
     def _append(
         self,
@@ -555,25 +589,33 @@ class _Loop:
         It comes from the context's `user` if there is one. Otherwise the task's scripted user turns
         come first, then the environment's messages, then those of the simulated user.
         """
-        answer, user_turn = self.trajectory.messages[-1], self._dialogue.said
-        scripted = self.rollout.task.user_turns
+        answer = self.trajectory.messages[-1]
         if self.user is not None:
             return await self.user(answer)
-        if user_turn < len(scripted):
-            machines, rollout_id = self.context.machines, self.rollout.rollout_id
-            if machines is not None and machines.current_step(rollout_id) is not None:
-                # Each later user turn is a step of a Harbor task. The tests of the step before it
-                # decide whether it comes.
-                return scripted[user_turn] if await machines.next_step(rollout_id) else None
-            return scripted[user_turn]
+        if self._dialogue.user_messages < len(self.rollout.task.user_turns):
+            return await self._scripted_text()
         if self.episode is not None:
             reply = await self.episode.user(answer)
             if isinstance(reply, TurnReward):
                 self._reward_turn(reply.value, f"environment {self.episode.kind.name}: its user")
                 reply = reply.content
+            # Without a reply of the environment the simulated user speaks, if there is one, unless
+            # the environment has ended the episode.
             if reply is not None or self.episode.stop_reason is not None:
                 return reply
         return await self._dialogue.reply(self.rollout.task)
+
+    async def _scripted_text(self) -> str | None:
+        """Return the task's next scripted user turn.
+
+        The turns of a Harbor task with steps are the instructions of its later steps. The tests of
+        a step decide whether the next one comes; None: it does not.
+        """
+        machines, rollout_id = self.context.machines, self.rollout.rollout_id
+        is_due = True
+        if machines is not None and machines.current_step(rollout_id) is not None:
+            is_due = await machines.next_step(rollout_id)
+        return self.rollout.task.user_turns[self._dialogue.user_messages] if is_due else None
 
     def _reason_not_to_run(
         self, turn: AssistantTurn, calls: list[ToolCall], completion: Completion
@@ -608,11 +650,13 @@ class _Loop:
         """Run the calls of a turn; return one result per call, in call order.
 
         Calls over a limit do not run and get an error result. `stops`: one of the calls is to a
-        stop tool, and no limit on the rollout's calls holds.
+        stop tool, which ends the rollout. Then no limit on the number of calls holds, except those
+        of the other tools.
         """
         surplus: list[ToolCall] = []
         if not stops and self.chat.one_call_per_turn:
             calls, surplus = calls[:1], calls[1:]
+        # For each call the reason why a limit forbids it, or None.
         refusals = over_limits(
             calls,
             self.rollout.tool_results,
@@ -621,32 +665,12 @@ class _Loop:
                 None if name in self.tools.stop_tools else self.tools.limits(name).max_calls
             ),
         )
-
         allowed = [call for call, refusal in zip(calls, refusals, strict=True) if refusal is None]
-        order = CallOrder([call.id for call in allowed])
-
-        def context_of(call: ToolCall) -> ToolContext:
-            """Return the context that a call's tool gets, with the rollout's copy of its task."""
-            if self._task is None:
-                self._task = copy_task(self.rollout.task)
-            return ToolContext(
-                rollout_id=self.rollout.rollout_id,
-                task=self._task,
-                turn=self._turns - 1,
-                call_id=call.id,
-                tool=call.name,
-                run_policy=partial(self._delegate, order),
-                machine=self._machine(),
-            )
-
-        executed = await self.tools.execute(allowed, context_of, order.answered)
-        if self.sub_agents.used:
-            await self.sub_agents.check(executed, order)
-        executed_results = iter(executed)
+        executed = {result.call.id: result for result in await self._run_calls(allowed)}
         results = []
         for call, refusal in zip(calls, refusals, strict=True):
             if refusal is None:
-                results.append(next(executed_results))
+                results.append(executed[call.id])
             else:
                 text = f"Error: {refusal}"
                 results.append(ToolResult(call=call, content=text, error=ToolError.limit))
@@ -658,9 +682,36 @@ class _Loop:
             )
             for call in surplus
         ]
-        if any(result.parts for result in results):
+        if any(result.parts for result in results):  # a result with images
             results = refuse_unreadable_images(results, self.chat)
         self.rollout.tool_results.extend(results)
+        return results
+
+    async def _run_calls(self, calls: list[ToolCall]) -> list[ToolResult]:
+        """Run the calls of the last turn; return one result per call, in call order.
+
+        Raises the failure of a sub-agent that one of the tools has run.
+        """
+        # The calls run concurrently, but sub-agents of theirs one at a time, in call order.
+        order = CallOrder([call.id for call in calls])
+
+        def context_of(call: ToolCall) -> ToolContext:
+            """Return the context that a call's tool gets, with the rollout's copy of its task."""
+            if self._task is None:
+                self._task = copy_task(self.rollout.task)
+            return ToolContext(
+                rollout_id=self.rollout.rollout_id,
+                task=self._task,
+                turn=self._turns - 1,  # the agent's last one, counted from 0
+                call_id=call.id,
+                tool=call.name,
+                run_policy=partial(self._delegate, order),
+                machine=self._machine(),
+            )
+
+        results = await self.tools.execute(calls, context_of, order.answered)
+        if self.sub_agents.used:
+            await self.sub_agents.check(results, order)
         return results
 
     def _machine(self) -> RolloutMachine | None:
@@ -675,7 +726,7 @@ class _Loop:
 
         `options` are the other arguments of `delegate`. Calls delegate one at a time, in `order`.
         """
-        self.sub_agents.check_loop(caller.tool)
+        self.sub_agents.check_may_delegate(caller.tool)
         async with order.turn(caller.call_id):
             copies: list[Message] = copy_value([*messages])  # the tool may change its own later
             sub_request = SubAgentRequest(caller=caller, messages=copies, **options)
@@ -690,7 +741,7 @@ class _Loop:
         depth = self.agent.depth + 1
         self.sub_agents.check_depth(depth)
         context = replace(self.context, limits=sub_request.tighten(self.context.limits))
-        tools = sub_request.row_tools(context, self.episode)
+        tools = sub_request.make_tools(context, self.episode)
         prompt = self.chat.prompt_ids(sub_request.messages, tools.schemas)
         if len(prompt) >= self.engine.max_context:
             return Delegated(

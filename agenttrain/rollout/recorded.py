@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,16 @@ from agenttrain.rollout.ledger import schemas_of, verify
 from agenttrain.tracking.pictures import with_pictures
 from agenttrain.tracking.record_arrays import ARRAYS, ArrayReader, ArraysMissing
 from agenttrain.tracking.rollouts import prompt_messages, read_rollout
-from agenttrain.types import LedgerError, Message, Origin, Rollout, StopReason, Task, Trajectory
+from agenttrain.types import (
+    LedgerError,
+    Message,
+    Origin,
+    Rollout,
+    Span,
+    StopReason,
+    Task,
+    Trajectory,
+)
 from agenttrain.utils.data_fields import Data
 
 ROLLOUT = "rollout"
@@ -220,39 +229,46 @@ def _first_changed_context(
 ) -> int | None:
     """Return the first turn after which `chat` renders other ids than were recorded, or None.
 
-    The ids after the last turn are not compared.
+    The spans alternate: prompt, turn, its replies, turn, its replies, … For each turn but the last
+    this run renders its replies, and compares their ids with the recorded ones.
     """
-    assistant_positions = [
+    messages = trajectory.messages
+    turn_positions = [
         position
-        for position, message in enumerate(trajectory.messages)
+        for position, message in enumerate(messages)
         if position >= trajectory.prompt_messages and message["role"] == "assistant"
     ]
-    # Positions of each sampled turn's message and of the next turn's, which is None for the last
-    # turn. Not strict: without any turn that None is left over.
-    next_positions = [*assistant_positions[1:], None]
-    positions = iter(zip(assistant_positions, next_positions, strict=False))
-    expected: list[int] | None = None
-    """Ids that this run renders after the last sampled turn; None before the first turn."""
-    turn = 0
-    # Runs of spans alternate: prompt, sampled turn, its replies, sampled turn, its replies, …
-    for is_sampled, run in groupby(trajectory.spans, key=lambda s: s.origin is Origin.sampled):
-        spans = list(run)
-        ids = [token_id for span in spans for token_id in span.token_ids]
-        if not is_sampled:
-            if expected is not None and ids != expected:
-                return turn
-            continue
-        turn, finish = spans[0].turn, spans[-1].finish
-        position, next_position = next(positions)
-        if next_position is None or finish is None:  # the last turn, or an incomplete one
+    runs = [
+        list(run) for _, run in groupby(trajectory.spans, key=lambda s: s.origin is Origin.sampled)
+    ]
+    turns_with_replies = [
+        (turn_spans, reply_spans)
+        for turn_spans, reply_spans in pairwise(runs)
+        if turn_spans[0].origin is Origin.sampled
+    ]
+    # Not strict: the last turn may have replies, but there is no turn after it.
+    for (turn_spans, reply_spans), (position, next_position) in zip(
+        turns_with_replies, pairwise(turn_positions), strict=False
+    ):
+        turn, finish = turn_spans[0].turn, turn_spans[-1].finish
+        if finish is None:  # an incomplete turn
             return None
-        after = trajectory.messages[position - 1]["role"]
+        ids = _ids_of(turn_spans)
+        # The template may open a turn after a user's message otherwise than after a tool's reply.
+        role_before = messages[position - 1]["role"]
         suffix = chat.suffix(
-            chat.parse(ids, schemas, turn=trajectory.turn_name(turn), after=after),
-            trajectory.messages[position + 1 : next_position],
+            chat.parse(ids, schemas, turn=trajectory.turn_name(turn), after=role_before),
+            messages[position + 1 : next_position],
             completion_ids=ids,
             finish=finish,
             generation_prompt=True,
         )
-        expected = [token_id for _, token_ids in suffix for token_id in token_ids]
+        rendered = [token_id for _, token_ids in suffix for token_id in token_ids]
+        if rendered != _ids_of(reply_spans):
+            return turn
     return None
+
+
+def _ids_of(spans: Sequence[Span]) -> list[int]:
+    """Return the token ids of spans, in order."""
+    return [token_id for span in spans for token_id in span.token_ids]

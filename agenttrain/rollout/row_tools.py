@@ -68,6 +68,7 @@ class RowTools:
         """
         self._toolbox = toolbox
         self._methods = environments.toolbox_of(environments.kind_of(task))
+        """The methods of the row's environment; `_toolbox` has the tools of the run."""
         self._episode = episode
         declared = (*toolbox.names, *self._methods.names)
         listed = declared if task.tools is None else task.tools
@@ -167,14 +168,20 @@ class RowTools:
         return self._toolbox.limits(executor) if executor in self._toolbox.names else ToolLimits()
 
     def _prepare(self, call: ToolCall) -> _Step | ToolResult:
-        """Return the step that runs a call, or the call's error result."""
+        """Return the step that runs a call, or the call's error result.
+
+        Example: the row brings the tool `lookup_city`, whose executor, a declared tool, is
+        `lookup`. A call ``lookup_city(name="Bonn")`` is executed as ``lookup(name="Bonn")``. If
+        `lookup` takes any tool's calls (a dispatcher), it is executed as
+        ``lookup(name="lookup_city", arguments={"name": "Bonn"})``.
+        """
         if call.malformed is not None:  # the toolbox answers it with the error
             return _Step(call=call, executed_call=call, is_method=False)
         if call.name not in self.names:
             hint = did_you_mean(call.name, self.names)
             text = f"unknown tool {call.name!r}{hint}; tools: {', '.join(self.names) or 'none'}"
             return ToolResult(call=call, content=f"Error: {text}", error=ToolError.unknown_tool)
-        executed_call = call
+        executed_call = call  # the call of a declared tool that answers `call`
         if call.name in self.row_tools:
             executor = self.row_tools[call.name].executor
             try:
@@ -185,7 +192,7 @@ class RowTools:
             if _is_dispatcher(self._declared_schema(executor)):
                 arguments = {"name": call.name, "arguments": arguments}
             executed_call = replace(call, name=executor, arguments=arguments)
-        is_method = executed_call.name in self._methods.names
+        is_method = executed_call.name in self._methods.names  # of the environment
         return _Step(call=call, executed_call=executed_call, is_method=is_method)
 
     def _executor(self, name: str) -> str:
@@ -197,10 +204,25 @@ class RowTools:
         return toolbox.schemas([name])[0]
 
     def _check_row_tool(self, tool: RowTool, *, executed: bool) -> ArgumentSchema:
-        """Return the reader of a row tool's arguments. Raises ValueError if nothing can run it."""
+        """Return the reader of the arguments of a tool that the row brings.
+
+        `executed` False: its calls are never run, so any executor will do. Raises ValueError for
+        parameters that cannot be read, or an executor that cannot run the calls.
+        """
+        if executed:
+            self._check_executor_exists(tool)
+        try:
+            arguments = ArgumentSchema(tool.parameters)
+        except ValueError as error:
+            raise ValueError(f"tools: {tool.name!r}: its parameters are {error}") from error
+        if executed:
+            self._check_executor_fits(tool, arguments)
+        return arguments
+
+    def _check_executor_exists(self, tool: RowTool) -> None:
+        """Raise ValueError unless the executor of a row's tool is a tool of the run."""
         declared = (*self._toolbox.names, *self._methods.names)
-        where = f"tools: {tool.name!r}"
-        if executed and tool.executor not in declared:
+        if tool.executor not in declared:
             hint = did_you_mean(tool.executor, declared)
             remedy = ""
             if tool.executor == tool.name:  # the default: the row names no executor
@@ -208,31 +230,30 @@ class RowTools:
                     "; data.executor=… names the tool of the run that does the work of such tools"
                 )
             raise ValueError(
-                f"{where}: executor={tool.executor!r} is no tool of this run{hint}; its tools are: "
-                f"{', '.join(declared) or 'none'}{remedy}"
+                f"tools: {tool.name!r}: executor={tool.executor!r} is no tool of this "
+                f"run{hint}; its tools are: {', '.join(declared) or 'none'}{remedy}"
             )
-        try:
-            arguments = ArgumentSchema(tool.parameters)
-        except ValueError as error:
-            raise ValueError(f"{where}: its parameters are {error}") from error
-        if not executed:
-            return arguments
+
+    def _check_executor_fits(self, tool: RowTool, arguments: ArgumentSchema) -> None:
+        """Raise ValueError unless the executor of a row's tool can take the tool's `arguments`."""
         executor = self._declared_schema(tool.executor)
         if _is_dispatcher(executor):  # it takes the arguments of any tool, as one object
-            return arguments
+            return
+        # Any other executor gets the arguments that the model gave the row's tool.
         accepted = _parameters(executor)
         resolver = SchemaResolver(executor["function"].get("parameters") or {})
         required = resolver.expand(resolver.root).get("required", [])
         unknown = [name for name in arguments.names if name not in accepted]
+        # The executor requires them, and the model may leave them out.
         missing = [name for name in required if name not in arguments.required]
         if unknown or missing:
             raise ValueError(
-                f"{where}: its parameters do not fit its executor {tool.executor!r}, which takes "
-                f"{', '.join(accepted) or 'none'} ({', '.join(required) or 'none'} required): "
+                f"tools: {tool.name!r}: its parameters do not fit its executor "
+                f"{tool.executor!r}, which takes {', '.join(accepted) or 'none'} "
+                f"({', '.join(required) or 'none'} required): "
                 f"{', '.join(unknown or missing)} is the difference; change the row, or let the "
                 "executor take `name: str, arguments: dict`"
             )
-        return arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,7 +150,7 @@ async def collect_share(
 
 
 def mean_tokens(group: Group) -> float:
-    """Return the mean tokens of a rollout after its prompt."""
+    """Return the mean number of tokens after the prompt of a group's rollouts."""
     tokens = sum(len(t.own_ids) - t.prompt_length for r in group for t in r.trajectories)
     return tokens / len(group) if group else 0.0
 
@@ -169,9 +169,9 @@ def merge_shares(shares: Sequence[Collected]) -> Collected:
     return merged
 
 
-CHARACTERS = 4
-"""Characters of a prompt per token, roughly: it only decides the order of the tasks."""
-UNKNOWN = 256.0
+CHARACTERS_PER_TOKEN = 4
+"""Of a prompt, roughly: it only decides the order of the tasks."""
+UNKNOWN_TOKENS = 256.0
 """Tokens after the prompt that a rollout is expected to take before any was measured."""
 
 
@@ -217,14 +217,13 @@ class Costs:
     def expected(self, task: Task) -> float:
         """Return the expected tokens of a rollout of the task, its prompt included."""
         texts = (message.get("content") or "" for message in task.messages)
-        prompt = sum(len(text) for text in texts) / CHARACTERS
-        total, count = self._measured.get(self.kind(task), (0.0, 0))
-        if count:
-            return prompt + total / count
-        # A kind without measurements is expected to cost the mean of all groups so far.
-        total = sum(kind_total for kind_total, _ in self._measured.values())
-        count = sum(kind_count for _, kind_count in self._measured.values())
-        return prompt + (total / count if count else UNKNOWN)
+        prompt_tokens = sum(len(text) for text in texts) / CHARACTERS_PER_TOKEN
+        # Each measured group has added its rollouts' mean tokens after the prompt.
+        total, groups = self._measured.get(self.kind(task), (0.0, 0))
+        if groups == 0:  # none of this kind: use the mean of the groups of all kinds
+            total = sum(kind_total for kind_total, _ in self._measured.values())
+            groups = sum(kind_groups for _, kind_groups in self._measured.values())
+        return prompt_tokens + (total / groups if groups else UNKNOWN_TOKENS)
 
 
 def assign_tasks(costs: Sequence[float], processes: int, minibatches: int = 1) -> list[int]:

@@ -20,7 +20,7 @@ class StepBatch:
     """
 
     collected: Collected
-    """All rollouts of this process, those not trained on included, and counts of what it lacks."""
+    """All rollouts of this process, also those not trained on, and counts of those left out."""
     trained: tuple[int, ...] = ()
     """Places of the groups to train on, whichever process has them, in task order."""
     tasks: int = 0
@@ -35,9 +35,11 @@ class StepBatch:
     stuck: int = 0
     """Abandoned tool calls of this process that still run."""
     costs: Costs | None = None
-    """Expected costs after this step; None: the source has no costs."""
+    """Expected tokens of a rollout by kind of task, this step's included. The source takes them
+    over in `finish`, to spread later tasks evenly over processes. None: the source has no costs."""
     state: dict[str, Any] = field(default_factory=dict)
-    """State of the source after this step, if another process has the source."""
+    """State of the source after this step, if another process has the source. The trainer saves it
+    in checkpoints, and sends it to a process that replaces that one."""
 
     @property
     def groups(self) -> list[Group]:

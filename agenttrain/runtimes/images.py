@@ -90,9 +90,10 @@ async def build(client: str, folder: Path, *, timeout_s: float, is_open: bool) -
 
 
 async def install(client: str, image: str, script: Path, *, timeout_s: float, is_open: bool) -> str:
-    """Return the name of an image in which a script has run, once for each image and script.
+    """Run a script in an image, unless this machine has the result; return the new image's name.
 
-    The script runs with ``sh``, as the image's own user. Raises MachineLost.
+    The script runs with ``sh``, as the image's own user. `is_open` allows it to use the network.
+    Raises MachineLost.
     """
     result = await call_client(
         [client, "image", "inspect", "--format", "{{.Id}}", image], timeout_s=ASK_S
@@ -103,8 +104,10 @@ async def install(client: str, image: str, script: Path, *, timeout_s: float, is
         folder = parent / f"{image.rpartition('/')[2].partition(':')[0]}-agent"
         folder.mkdir()
         shutil.copyfile(script, folder / "install.sh")
+        # `build` names the new image by a digest of this folder, and makes none if there is one of
+        # that name. So the folder holds the script, and the id of the image in a comment.
         lines = [
-            f"# {result.out.decode().strip()}",  # the image's content is a part of the name
+            f"# {result.out.decode().strip()}",
             f"FROM {image}",
             "COPY install.sh /tmp/agenttrain-install.sh",
             "RUN sh /tmp/agenttrain-install.sh",

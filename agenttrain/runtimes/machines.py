@@ -55,6 +55,12 @@ class Machines:
         await machine.exec(["ls"], timeout_s=5.0)
         await machines.grade(rollout)             # a Harbor task's own tests
         await machines.release("train-3-0-1")
+
+    A Harbor task is a folder with an image, an instruction and tests that give the rewards. If it
+    has several steps, the rollout loop calls `next_step` between them, which grades the step that
+    ends: `Progress.begun` counts the steps that were prepared, `Progress.grades` has the rewards of
+    those that have ended. Tests run in the rollout's own container (`_grade_shared`) or in a new
+    one (`_grade_fresh`). No file of a task runs before `_check_trust`.
     """
 
     def __init__(
@@ -124,14 +130,16 @@ class Machines:
         Returns False if none follows: it was the last, or its rewards are below its `min_reward`.
         """
         progress, machine = self._progress[rollout_id], self._machines[rollout_id]
-        await self._begin_step(progress, machine)  # if its preparation was interrupted
-        progress.grades.append(await self.grade_task(progress.current, machine))
+        # Does nothing, unless the rollout's time limit has interrupted the step's preparation.
+        await self._ensure_prepared(progress, machine)
+        rewards = await self.grade_task(progress.current, machine)
+        progress.grades.append(rewards)  # this ends the step: `current` is the next one from here
         if progress.is_over:
             return False
-        await self._begin_step(progress, machine)
+        await self._ensure_prepared(progress, machine)
         return True
 
-    async def _begin_step(self, progress: Progress, machine: RolloutMachine) -> None:
+    async def _ensure_prepared(self, progress: Progress, machine: RolloutMachine) -> None:
         """Prepare the current step, unless that is done."""
         ended = len(progress.grades)
         if progress.begun > ended:
@@ -165,19 +173,31 @@ class Machines:
         rollout.grades = progress.rewards()
 
     async def grade_task(self, task: HarborTask, machine: RolloutMachine) -> dict[str, float]:
-        """Return the rewards of a task's tests, in the container that settings or task ask for."""
+        """Run a task's tests where the settings or the task say, and return their rewards."""
         self._check_trust(tests / "test.sh" for tests in task.tests)
         try:
             env = resolve_variables(task.verifier_env, self._env)
         except ValueError as error:
             raise MachineLost(f"{task.name}: verifier.env: {error}") from error
+        # Runs the task's own commands that save files for the tests in the rollout's container.
         await grading.collect(machine, task)
-        container = task.verifier_container
-        if self.settings.grade is Grade.fresh and container is None:
-            container = task.container
-        if container is None or self.settings.grade is Grade.shared:
+        container = self._new_container_for_tests(task)
+        if container is None:
             return await self._grade_shared(task, machine, env)
         return await self._grade_fresh(task, machine, container, env)
+
+    def _new_container_for_tests(self, task: HarborTask) -> TaskContainer | None:
+        """Return the container that is started for a task's tests; None: the rollout's own is used.
+
+        `verifier_container` is None if the task names none for its tests.
+        """
+        match self.settings.grade:
+            case Grade.shared:
+                return None
+            case Grade.task:
+                return task.verifier_container
+            case Grade.fresh:
+                return task.verifier_container or task.container
 
     async def _grade_shared(
         self, task: HarborTask, machine: RolloutMachine, env: dict[str, str]
@@ -248,10 +268,14 @@ class Machines:
             await self._runtime.aclose()
 
     async def prepare(self, tasks: Sequence[Task]) -> None:
-        """Build or look for the images of tasks before anything is sampled; raises MachineLost."""
+        """Build the images of tasks, before anything is sampled. Raises MachineLost.
+
+        An image that a task gives by name is not built: this machine must have it, or may pull it.
+        """
         harbor_tasks = [task for task in map(harbor_task, tasks) if task is not None]
         tasks_and_steps = [part for task in harbor_tasks for part in (task, *task.steps)]
-        # Rollouts start in the image of `container`, tests in that of `verifier_container`.
+        # Tests may have an image for each step (`verifier_container`). A rollout starts in the
+        # image of its task's `container`, and stays in it for all steps.
         only_for_tests = {
             part.verifier_container.image
             for part in tasks_and_steps
@@ -259,6 +283,7 @@ class Machines:
         }
         only_for_tests -= {task.container.image for task in harbor_tasks}
         for image, timeout_s in self.images_of(tasks).items():
+            # Images for rollouts get the agent's program installed.
             await self._make_image(image, timeout_s, for_rollout=image not in only_for_tests)
 
     def images_of(self, tasks: Sequence[Task]) -> dict[str, float]:

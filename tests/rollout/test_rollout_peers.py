@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torchrun import torchrun
 
 from agenttrain.rollout.collector import Collected
-from agenttrain.rollout.sharing import UNKNOWN, Costs, assign_tasks, merge_shares
+from agenttrain.rollout.sharing import UNKNOWN_TOKENS, Costs, assign_tasks, merge_shares
 from agenttrain.training.world import World
 from agenttrain.types import Task
 
@@ -47,7 +47,7 @@ def test_what_a_kind_cost_is_expected_of_the_next_of_its_kind() -> None:
         return Task(task_id="t", messages=messages, columns={"kind": kind})
 
     costs = Costs("kind")
-    assert costs.expected(task("a", "12345678")) == 2 + UNKNOWN  # 8 characters
+    assert costs.expected(task("a", "12345678")) == 2 + UNKNOWN_TOKENS  # 8 characters
     costs.learn([(costs.kind(task("a")), 300.0), (costs.kind(task("a")), 500.0)])
     costs.learn([(costs.kind(task("b")), 100.0)])
     assert costs.expected(task("a")) == 400.0

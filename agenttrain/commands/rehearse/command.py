@@ -307,7 +307,7 @@ def _tool_reports(collector: Collector, rollouts: Sequence[Rollout]) -> Iterator
     # of their own.
     by_tool: dict[str, list[tuple[ToolResult, int]]] = {}
     for rollout in rollouts:
-        source = collector.of(rollout.task)
+        source = collector.for_task(rollout.task)
         tools = RowTools(rollout.task, source.toolbox, source.environments)
         for result in rollout.tool_results:
             if result.error not in REFUSED:

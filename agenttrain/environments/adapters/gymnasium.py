@@ -90,6 +90,8 @@ class Gymnasium:
             )
         environment, env_id = cls(**arguments), arguments["id"]
         try:
+            # Also if actions are texts and need no schema: it raises ValueError for a space that
+            # cannot be expressed, and for names that do not fit it.
             action = parameters_of(environment._space, environment._names)
             size = _size(environment._env.observation_space)
             if environment._env.render_mode is None and size > MAX_OBSERVATION_NUMBERS:
@@ -98,8 +100,9 @@ class Gymnasium:
                     "which no model reads; wrap it into texts and register that"
                 )
         except ValueError as error:
-            names_argument = str(error).startswith("actions=")
-            raise ValueError(str(error) if names_argument else f"id={env_id}: {error}") from None
+            # An error about `actions` begins with it. The others are about the environment.
+            is_about_actions = str(error).startswith("actions=")
+            raise ValueError(str(error) if is_about_actions else f"id={env_id}: {error}") from None
         finally:
             environment.close()
         if environment._by_text:
@@ -335,16 +338,19 @@ def brackets_for_colours(drawing: Any) -> str:
 
     With several colours a legend follows. Example: ``"\\x1b[41mS\\x1b[0mFF"`` -> ``"[S]FF"``.
     """
-    legend: dict[str, str] = {}
-    """Entry of the legend -> its colours, joined to one word."""
+    legend: dict[str, tuple[str, ...]] = {}
+    """Entry of the legend, ``"[S] red"`` -> its colours, ``("red",)``."""
 
     def mark(match: re.Match[str]) -> str:
         """Return coloured characters in brackets, and add them to the legend."""
-        # match[1] is "41" or "1;31": 30 to 37 are colours of the text, 40 to 47 of its background.
-        colours = [COLOURS[int(n) % 10] for n in match[1].split(";") if n[0] in "34" and n[1:]]
+        # match[1] is "41" or "1;31". 30 to 37 are colours of the text, 40 to 47 of its background:
+        # the last digit is the colour. Codes of one digit are styles, such as 1 for bold.
+        colour_codes = [code for code in match[1].split(";") if code[0] in "34" and len(code) > 1]
+        colours = [COLOURS[int(code) % 10] for code in colour_codes]
         text = f"[{match[2]}]"
-        legend[f"{text} {' '.join(colours)}".strip()] = "".join(colours)
+        legend[" ".join([text, *colours])] = tuple(colours)
         return text
 
     text = COLOURED.sub(mark, str(drawing)).strip("\n")
-    return f"{text}\n{', '.join(legend)}" if len(set(legend.values())) > 1 else text
+    has_several_colours = len(set(legend.values())) > 1
+    return f"{text}\n{', '.join(legend)}" if has_several_colours else text

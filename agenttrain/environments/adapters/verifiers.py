@@ -56,9 +56,14 @@ class Verifiers:
         limit: Data[int] = MAX_TASKS,
         start_timeout_s: Data[float] = 300.0,
     ) -> None:
-        self._environment = (id, python, args, limit, start_timeout_s)
-        """Arguments of its process, which `environment_process` returns."""
-        self._process = environment_process(*self._environment)
+        """Get the process that plays the environment; raises ValueError if it does not start.
+
+        Episodes with the same arguments share a process. `python` is the path of an interpreter
+        that has verifiers, `args` the environment's configuration, `limit` a number of tasks.
+        """
+        self._process_arguments = (id, python, args, limit, start_timeout_s)
+        """Arguments of `environment_process`. `reset` calls it again: the process may have died."""
+        self._process = environment_process(*self._process_arguments)
         self._name = uuid.uuid4().hex
         """Name of the episode in requests."""
         self._begun = False
@@ -103,7 +108,7 @@ class Verifiers:
         if COLUMN not in row:
             raise ValueError(f"the row has no column {COLUMN!r}; use data=verifiers")
         # A pooled instance may outlive a process.
-        self._process = environment_process(*self._environment)
+        self._process = environment_process(*self._process_arguments)
         self._begun, self.done = True, False
         return list(self._ask("begin", task=row[COLUMN])["messages"])
 

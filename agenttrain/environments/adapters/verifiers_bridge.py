@@ -40,7 +40,7 @@ class Unsupported(Exception):
 
 
 class PolicyHarness(vf.Harness[vf.HarnessConfig]):
-    """A harness of verifiers whose turns the parent process samples."""
+    """A harness of verifiers, which plays an agent: the parent process, agenttrain, samples it."""
 
     # Declarations that verifiers reads of every harness.
     APPENDS_SYSTEM_PROMPT = True
@@ -49,8 +49,13 @@ class PolicyHarness(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = False
 
     async def session(self, *arguments: Any, **_: Any) -> PolicySession:
-        """Return a session for the episode whose task calls this."""
+        """Return the session in which verifiers plays the agent of the running episode.
+
+        `arguments` are passed on to verifiers' own `HarnessSession`.
+        """
         session = PolicySession(self, *arguments)
+        # Many episodes run at once, each in its own asyncio task. `PolicyEpisode.begin` has set
+        # EPISODE for the one that calls this.
         await EPISODE.get().attach(session)
         return session
 
@@ -151,8 +156,12 @@ class PolicyEpisode:
     async def ask_parent(self, messages: Any) -> None:
         """Send the prompt, or the user's next messages, to the parent; wait for the answer.
 
+        `_next` hands the parent the messages from `_events`. `_release` sets `_answered` once the
+        parent has the answer.
+
         If a stop condition is met, nothing is sent: verifiers then calls `end_conversation`, whose
-        ``{"over": True}`` the parent gets instead.
+        ``{"over": True}`` the parent gets instead. The unsent messages stay in `_conversation`
+        until `finish` replaces it.
         """
         new_messages = list(messages or ())
         if not self._conversation:
@@ -278,23 +287,29 @@ class PolicyEpisode:
         return trace.stop_condition
 
     def _record(self) -> None:
-        """Replace the content of verifiers' trace by the conversation, each answer a turn of it."""
+        """Rebuild verifiers' trace from the conversation: each answer becomes a turn of it.
+
+        The trace is not extended, because messages in it change: `call` adds calls to an answer,
+        and `finish` replaces the whole conversation.
+        """
         trace, messages = self._session.trace, self._conversation
+        # Empties the trace. verifiers has no public method for it: `_head_index` finds its nodes.
         trace.nodes.clear()
-        trace._head_index.clear()  # its index of the nodes, for which verifiers has no public reset
+        trace._head_index.clear()
         for index in range(self._prompt_length, len(messages)):
             message = messages[index]
             if message.role == "assistant":
-                prepare_turn(trace, messages[:index], self._tools).commit(
-                    vf.Response(
-                        id=f"turn-{index}",
-                        created=0,
-                        model="policy",
-                        message=message,
-                        finish_reason="tool_calls" if message.tool_calls else "stop",
-                    )
+                response = vf.Response(
+                    id=f"turn-{index}",
+                    created=0,
+                    model="policy",
+                    message=message,
+                    finish_reason="tool_calls" if message.tool_calls else "stop",
                 )
-        prepare_turn(trace, messages, self._tools).commit_prompt()  # messages after the last answer
+                # Adds the earlier messages that the trace lacks, then the answer.
+                prepare_turn(trace, messages[:index], self._tools).commit(response)
+        # Adds the messages after the last answer, without an answer to them.
+        prepare_turn(trace, messages, self._tools).commit_prompt()
 
 
 def opening_messages(data: vf.TaskData) -> list[Any]:
@@ -394,36 +409,20 @@ class BridgeServer:
     def _check(self, id: str, environment: vf.Env, agent: vf.AgentConfig) -> None:
         """Raise Unsupported for tasks that the policy cannot play.
 
-        There is no model call of verifiers' own: no judge can ask one, and there are no requests
-        or responses that a task's hooks could rewrite or read.
+        The agent's settings stand in `args` under the name of its seat: ``{agent: {runtime: …}}``.
         """
-        kind = type(environment.taskset).task_type()
+        task_class = type(environment.taskset).task_type()
         if not self._tasks:
             raise Unsupported(f"id={id}: has no tasks")
-        if kind.NEEDS_CONTAINER and agent.runtime.type == "subprocess":
+        # verifiers' runtime "subprocess" runs programs on this machine, in no container.
+        if task_class.NEEDS_CONTAINER and agent.runtime.type == "subprocess":
             raise Unsupported(
                 f"id={id}: its tasks need a container; set "
                 f"args={{{self._seat}: {{runtime: {{type: docker}}}}}}"
             )
+        # The first tasks stand for all of a taskset: they are mostly alike, and checks take time.
         for task in self._tasks[:CHECKED]:
-            if task.plugged_judges():
-                raise Unsupported(
-                    f"id={id}: its tasks have judges, which ask a model of their own; drop them "
-                    "with args={taskset: {task: {judges: []}}}, and add reward=judge"
-                )
-            if discover_decorated(task, "intercept"):
-                raise Unsupported(f"id={id}: @intercept rewrites requests; use a task without it")
-            for stop in task.hooks("stop"):
-                if hook_boundary(stop, allow_trace=True) is not vf.Trace:
-                    raise Unsupported(
-                        f"id={id}: @stop {stop.__name__} reads a request or a response; let it "
-                        "read the trace"
-                    )
-            try:
-                for message in opening_messages(task.data):
-                    from_verifiers(message)  # raises TypeError for one that is not text
-            except TypeError as error:
-                raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
+            check_task(id, task)
 
     async def reply(self, request: dict[str, Any]) -> Any:
         """Run a request, and return the value of its reply.
@@ -464,6 +463,33 @@ class BridgeServer:
         """End all episodes, and the servers of the environment."""
         await asyncio.gather(*(self._abandon(episode) for episode in list(self._episodes)))
         await self._serving.aclose()
+
+
+def check_task(id: str, task: vf.Task) -> None:
+    """Raise Unsupported for a task of the taskset `id` that the policy cannot play.
+
+    verifiers calls no model here, because the parent samples the policy. So a judge has no model
+    to ask, and a hook gets neither a model's request nor its response.
+    """
+    if task.plugged_judges():
+        raise Unsupported(
+            f"id={id}: its tasks have judges, which ask a model of their own; drop them "
+            "with args={taskset: {task: {judges: []}}}, and add reward=judge"
+        )
+    if discover_decorated(task, "intercept"):
+        raise Unsupported(f"id={id}: @intercept rewrites requests; use a task without it")
+    for stop in task.hooks("stop"):
+        # `hook_boundary` returns the type of what the hook reads: a trace, request or response.
+        if hook_boundary(stop, allow_trace=True) is not vf.Trace:
+            raise Unsupported(
+                f"id={id}: @stop {stop.__name__} reads a request or a response; let it "
+                "read the trace"
+            )
+    try:
+        for message in opening_messages(task.data):
+            from_verifiers(message)  # raises TypeError for one that is not text
+    except TypeError as error:
+        raise Unsupported(f"id={id}: task {task.data.idx}: {error}") from error
 
 
 def find_seat(id: str, args: dict[str, Any]) -> str:

@@ -163,15 +163,17 @@ class Journal:
         """Remove files of groups that no resume can use, once `step` was trained.
 
         `oldest` and `newest` are the steps of the run's checkpoints. A resume begins at one of
-        them, or at one that is saved later.
+        them, or at one that is saved later. An entry's `versions` are those of the weights that
+        sampled its group: version n is what step n made.
         """
         for serial, entry in list(self._entries.items()):
             trained_in_every_checkpoint = entry.step <= oldest
-            # Weights after the newest checkpoint are lost to a resume from it, and so are their
-            # groups. A checkpoint that is saved later has trained this group.
-            is_trained = entry.step <= step
-            by_lost_weights = is_trained and max(entry.versions, default=0) > newest
-            if trained_in_every_checkpoint or by_lost_weights:
+            # A resume from today's checkpoints has no weights after `newest`, and refuses groups
+            # that such weights sampled. A resume from a later checkpoint does not need this group
+            # either: `step` was trained, and with it the group.
+            was_trained = entry.step <= step
+            sampled_after_newest = max(entry.versions, default=0) > newest
+            if trained_in_every_checkpoint or (was_trained and sampled_after_newest):
                 del self._entries[serial]
                 with suppress(FileNotFoundError):
                     (self._folder / entry.path).unlink()

@@ -28,7 +28,7 @@ from agenttrain.rollout.collector import (
     why_unrewarded,
 )
 from agenttrain.rollout.monitoring import LoopMonitor, Throttle
-from agenttrain.rollout.sharing import mean_tokens
+from agenttrain.rollout.sharing import Costs, mean_tokens
 from agenttrain.rollout.source import RolloutSource, nothing_to_learn
 from agenttrain.rollout.step_batch import StepBatch
 from agenttrain.tracking.rollouts import staleness
@@ -44,6 +44,9 @@ class GroupQueue:
     The source keeps the cursor and the curriculum. `RolloutSource.finish` moves both on after each
     step, as in a synchronous run. So the tasks that a step draws depend on the steps that trained
     the weights it waits for, and not on the clock.
+
+    The curriculum chooses tasks by the results of earlier steps. The journal has each sampled group
+    on disk, for a run that is stopped and resumed.
     """
 
     def __init__(
@@ -75,15 +78,15 @@ class GroupQueue:
         self._groups: dict[int, asyncio.Task[Collected]] = {}
         """Groups that are sampled or ready, by serial: the number of the task in the run."""
         self._admitted = 0
-        """Last step whose groups were started."""
+        """Last step whose groups were started; the steps up to it are all admitted."""
         self._step = 0
         """Step whose groups the trainer waits for, or took last; 0 before `begin`."""
         self.taking = False
-        """True while the trainer waits for groups."""
+        """True while the trainer waits for groups; the run's status shows it."""
         self._journalled: dict[int, Collected] = {}
         """Groups of a run that was stopped, until their step is admitted."""
         self._dropped = 0
-        """Groups that were sampled and will not be trained on."""
+        """Groups of the journal that `begin` could not use; the next `take` reports them."""
         self._open = asyncio.Event()
         """Set while groups may start; `held` clears it."""
         self._open.set()
@@ -116,7 +119,10 @@ class GroupQueue:
 
     def admit(self, version: int) -> None:
         """Start the groups that may start with the weights of `version`."""
-        while self._admitted < min(version + self._max_staleness + 1, self._steps):
+        # Step version + 1 is trained next, without staleness. Each later step adds an update of the
+        # weights, and so 1 to the staleness of groups that are sampled with `version`.
+        last_admitted = version + 1 + self._max_staleness
+        while self._admitted < min(last_admitted, self._steps):
             self._admitted += 1
             self._start(self._admitted)
 
@@ -126,7 +132,8 @@ class GroupQueue:
         first_serial = (step - 1) * source.tasks_per_step
         tasks = (source.curriculum or source.tasks).tasks(first_serial, source.tasks_per_step)
         if source.curriculum is not None:
-            # The next step is drawn before these tasks have results, and they count as used there.
+            # Ends the drawing of this step, so that the next step can draw although the tasks of
+            # this one have no results yet. In the next step their rows count as used.
             source.curriculum.close(first_serial + source.tasks_per_step)
         for place, task in enumerate(tasks):
             sampling = self._sample(step, place, task)
@@ -153,13 +160,35 @@ class GroupQueue:
 
     async def take(self, step: int) -> StepBatch:
         """Return the groups of a step, once all are ready; raises the error of one that failed."""
-        source, count = self._source, self._source.tasks_per_step
+        source = self._source
         started = time.monotonic()
         self._step = step
-        serials = range((step - 1) * count, step * count)
-        groups = [self._groups[serial] for serial in serials]
         # Groups of later steps count too: the number shows how far ahead the sampling is.
         ready = sum(group.done() for group in self._groups.values())
+        collected = await self._take_groups(step)
+        self._check(step, collected)
+        dropped, self._dropped = self._dropped, 0
+        return StepBatch(
+            collected=collected,
+            trained=tuple(collected.places),  # all groups of the step
+            tasks=source.tasks_per_step,
+            costs=self._costs_after(collected),
+            stuck=len(self._collector.stuck),  # abandoned tool calls that still run
+            ahead=True,
+            metrics={
+                **staleness_metrics(collected.rollouts, step, self._max_staleness),
+                "async/queue": float(ready),
+                "async/wait_s": time.monotonic() - started,
+                "async/idle_s": source.collector.in_flight.take_idle_s(),
+                "async/dropped": float(dropped),
+            },
+        )
+
+    async def _take_groups(self, step: int) -> Collected:
+        """Wait for the groups of a step and remove them from the queue; return them as one."""
+        count = self._source.tasks_per_step
+        serials = range((step - 1) * count, step * count)
+        groups = [self._groups[serial] for serial in serials]
         self.taking = True
         try:
             await asyncio.wait(groups, return_when=asyncio.FIRST_EXCEPTION)
@@ -172,25 +201,16 @@ class GroupQueue:
         for serial in serials:
             collected.extend(self._groups.pop(serial).result())
         collected.loop_lag_s = self._monitor.take_max_lag_s()
-        self._check(step, collected)
-        costs = source.costs.copy()  # which become the source's own in `RolloutSource.finish`
+        return collected
+
+    def _costs_after(self, collected: Collected) -> Costs:
+        """Return the source's expected tokens by kind of task, with those of a step's groups.
+
+        A copy: `RolloutSource.finish` makes it the source's own.
+        """
+        costs = self._source.costs.copy()
         costs.learn([(costs.kind(group[0].task), mean_tokens(group)) for group in collected.groups])
-        dropped, self._dropped = self._dropped, 0
-        return StepBatch(
-            collected=collected,
-            trained=tuple(collected.places),
-            tasks=count,
-            costs=costs,
-            stuck=len(self._collector.stuck),
-            ahead=True,
-            metrics={
-                **staleness_metrics(collected.rollouts, step, self._max_staleness),
-                "async/queue": float(ready),
-                "async/wait_s": time.monotonic() - started,
-                "async/idle_s": source.collector.in_flight.take_idle_s(),
-                "async/dropped": float(dropped),
-            },
-        )
+        return costs
 
     def _check(self, step: int, collected: Collected) -> None:
         """Raise NoRollouts or NoRewards if the step has nothing to learn from."""

@@ -244,16 +244,18 @@ def _key_problems(section: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """
     for name, value in section.items():
         key = f"{prefix}{name}"
-        use, has_keys = KEYS.get(key), any(k.startswith(f"{key}.") for k in KEYS)
-        asks_for_nothing = value in HARMLESS.get(name, ()) or value in ([], {})
-        if use is Use.refused and not asks_for_nothing:
-            yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
-        elif key in FREE_FORM or use is Use.ignored or use is Use.refused:
-            # FREE_FORM sections have keys of the author's own; a refused key asks for nothing here.
+        use = KEYS.get(key)  # None for an unknown key, and for a section that KEYS has no entry for
+        is_section = any(known.startswith(f"{key}.") for known in KEYS)
+        if use is Use.refused:
+            # By the last word alone: `network_mode` is refused in several sections, for one reason.
+            asks_for_nothing = value in HARMLESS.get(name, ()) or value in ([], {})
+            if not asks_for_nothing:
+                yield f"{key}: {REASONS.get(name, 'is not supported')}; the task is refused"
+        elif use is Use.ignored or key in FREE_FORM:  # the author chooses the keys of a FREE_FORM
             continue
-        elif isinstance(value, Mapping) and has_keys:
+        elif is_section and isinstance(value, Mapping):
             yield from _key_problems(value, f"{key}.")
-        elif isinstance(value, list) and has_keys:
+        elif is_section and isinstance(value, list):  # a list of tables, such as `[[steps]]`
             for item in value:
                 if isinstance(item, Mapping):
                     yield from _key_problems(item, f"{key}.")
@@ -397,10 +399,12 @@ def _make_task(
 def _find_verifier_container(
     folder: Path, files: Path, verifier: Mapping[str, Any], container: TaskContainer
 ) -> tuple[TaskContainer | None, bool]:
-    """Return (the container of the tests, True if its image already holds the tests).
+    """Return the container that is started for the tests, and True if its image holds the tests.
 
-    The container is None if the tests run in the agent's own. `files` is the step's folder, or
-    `folder` for a whole task. `container` is the agent's container.
+    It is None if the tests run in the container that the agent has used. If the task asks for a
+    separate one but has no image for it, it is another container like `container`, the agent's.
+
+    `folder` is the task's folder, `files` the step's or, for a whole task, `folder` too.
     """
     mode = verifier.get("environment_mode")
     if mode not in (None, "shared", "separate"):
@@ -409,15 +413,18 @@ def _find_verifier_container(
         raise ValueError("verifier.environment: contradicts verifier.environment_mode=shared")
     if mode == "shared" or (mode is None and "environment" not in verifier):
         return None, False
-    # An image or Dockerfile of the tests holds them: the step's before the task's.
-    for tests in dict.fromkeys((files / "tests", folder / "tests")):
+    # If the tests have an image or Dockerfile, it holds them: the step's goes before the task's.
+    test_folders = [files / "tests"]
+    if files != folder:
+        test_folders.append(folder / "tests")
+    for tests in test_folders:
         test_container = _make_container(verifier.get("environment", {}), tests, required=False)
         if (
             test_container.docker_image is not None
             or (test_container.folder / "Dockerfile").is_file()
         ):
             return test_container, True
-    return container, False
+    return container, False  # a new container of the agent's image, into which tests are copied
 
 
 def _make_container(
