@@ -150,7 +150,7 @@ def _validated(settings: type[S], keys: Mapping[str, Any], engine: str) -> S:
         """Yield messages about an unknown key: the engine that has it, or a key that is meant."""
         # A section, e.g. of engine.cache.size=1. No bundled engine has any, so only the overrides
         # are named, as they were written.
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             for name, inner in value.items():
                 yield f"engine.{key}.{name}={shown(inner)}: unknown key"
             return

@@ -308,6 +308,8 @@ def test_observations_as_text():
         "+---------+",
         "[R] magenta, [ ] yellow, [B] blue",
     ]
+    # 39 and 49 bring back the terminal's own colours; an empty code ends all styles.
+    assert brackets_for_colours("\x1b[39mS\x1b[0mF\x1b[;41mG\x1b[0m") == "[S]F[G]\n[S], [G] red"
 
 
 def checked(*overrides: str) -> None:

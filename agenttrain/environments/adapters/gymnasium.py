@@ -344,8 +344,9 @@ def brackets_for_colours(drawing: Any) -> str:
     def mark(match: re.Match[str]) -> str:
         """Return coloured characters in brackets, and add them to the legend."""
         # match[1] is "41" or "1;31". 30 to 37 are colours of the text, 40 to 47 of its background:
-        # the last digit is the colour. Codes of one digit are styles, such as 1 for bold.
-        colour_codes = [code for code in match[1].split(";") if code[0] in "34" and len(code) > 1]
+        # the last digit is the colour. Other codes are styles, such as 1 for bold, or bring back
+        # the terminal's own colour.
+        colour_codes = [code for code in match[1].split(";") if re.fullmatch("[34][0-7]", code)]
         colours = [COLOURS[int(code) % 10] for code in colour_codes]
         text = f"[{match[2]}]"
         legend[" ".join([text, *colours])] = tuple(colours)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from io import StringIO
+
 from agenttrain.tools.machine import machine_of
 from agenttrain.types import CommandResult, ToolContext, ToolFailure
 from agenttrain.utils.data_fields import Data
@@ -31,14 +33,13 @@ class Files:
             first_line: The line with which to begin, from 1.
         """
         text = await _read(path, context)
-        lines = text.splitlines(keepends=True)
-        shown, first = "", max(first_line, 1)
+        lines = StringIO(text).readlines()  # as programs count lines: only "\n" ends one
+        shown, count, first = "", 0, max(first_line, 1)
         for line in lines[first - 1 :]:
             if len(shown) + len(line) > self._max_chars:
                 break
             shown += line
-        # The lines shown. The last line of a file may lack its newline.
-        count = shown.count("\n") + int(bool(shown) and not shown.endswith("\n"))
+            count += 1
         is_whole_file = first == 1 and count == len(lines)
         if is_whole_file:
             return shown or "(empty file)"
