@@ -33,7 +33,7 @@ BLOCK, SCALES = 64, 256
 """Numbers that share a scale, and scales that share a scale of their own."""
 VALUES, SCALE_VALUES = 16, 256
 """Entries of the tables of a number's values and of a scale's, in float32, which a layer keeps."""
-FLOAT32 = 4
+FLOAT32_BYTES = 4
 """Bytes of a number in float32."""
 
 # Not its warning that a kernel of the hub is missing, which only other layers than these would use.
@@ -55,8 +55,8 @@ def scale_bytes(numbers: int, *, double: bool) -> int:
     """Return the bytes of `nf4_bytes` that are not indices: scales, a mean, tables."""
     blocks = ceil(numbers / BLOCK)
     if not double:
-        return (blocks + VALUES) * FLOAT32
-    return blocks + (VALUES + ceil(blocks / SCALES) + 1 + SCALE_VALUES) * FLOAT32
+        return (blocks + VALUES) * FLOAT32_BYTES
+    return blocks + (VALUES + ceil(blocks / SCALES) + 1 + SCALE_VALUES) * FLOAT32_BYTES
 
 
 def layers_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
