@@ -183,7 +183,6 @@ class Checkpoints:
         elif not all(world.gather([writing.written], f"{name}: whether it is written")):
             return None
         self._writing = None
-        part, path = writing.part, writing.path
         try:
             # If writing failed in one process, this raises its error there, and PeerFailed in the
             # other processes.
@@ -196,19 +195,32 @@ class Checkpoints:
             # An error of the main process in this block raises PeerFailed in the others.
             with world.together(f"{name}: the complete checkpoint", *UNWRITABLE, patient=True):
                 if world.is_main:
-                    files = [weights for _, weights in shares if weights is not None]
-                    if files:  # sharded: an index names the file of each weight
-                        (part / INDEX).write_text(json.dumps(weights_index(files), indent=2) + "\n")
-                    (part / "state.json").write_text(json.dumps(writing.state))
-                    # The digests of all processes' files, by name.
-                    seal(part, {n: d for digests, _ in shares for n, d in digests.items()})
-                    replace(part, path)
-                    self._link(LATEST, path)
-                    self._prune(path)
+                    self._complete(writing, shares)
         except UNWRITABLE:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the space
+            shutil.rmtree(writing.part, ignore_errors=True)  # a full disk needs the space
             raise
-        return path
+        return writing.path
+
+    def _complete(
+        self,
+        writing: Writing,
+        shares: Sequence[tuple[Mapping[str, str], tuple[str, dict[str, int]] | None]],
+    ) -> None:
+        """Write the last files of a checkpoint, and put its folder in place. Main process only.
+
+        `shares` has of each process the sha256 of the files that it wrote, by name, and its
+        `Snapshot.weights`.
+        """
+        part, path = writing.part, writing.path
+        files = [weights for _, weights in shares if weights is not None]
+        if files:  # sharded: an index names the file of each weight
+            (part / INDEX).write_text(json.dumps(weights_index(files), indent=2) + "\n")
+        (part / "state.json").write_text(json.dumps(writing.state))
+        all_digests = {name: sha256 for digests, _ in shares for name, sha256 in digests.items()}
+        seal(part, all_digests)
+        replace(part, path)
+        self._link(LATEST, path)
+        self._prune(path)
 
     def _begin(
         self,

@@ -436,8 +436,8 @@ class Transport(StrEnum):
     """How weights reach the servers."""
 
     auto = "auto"
-    """lora if the model has adapters that servers can load, else files. Servers cannot load
-    adapters of experts, or of a base in 4 bits: these are merged into the weights of the files."""
+    """lora if servers read the model's adapters as the trainer does, else files. They do not for
+    adapters of experts, or of a base in 4 bits: these are merged into the weights."""
     files = "files"
     """All weights, with adapters merged into them, while a server is paused."""
     lora = "lora"
