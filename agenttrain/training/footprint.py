@@ -187,21 +187,43 @@ class SavedActivations:
         """
         if tokens in self._traced:
             return self._traced[tokens]
-        tree = _made_tree(tokens)
         net = backbone(self._model)
         mode = FakeTensorMode()
         with mode:
             state = {name: _fake(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
             # `state_dict` lacks the buffers that are not persistent.
             state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
-            ids = torch.zeros(1, tokens, dtype=torch.long)
-            positions = torch.arange(tokens)[None]
-        decoder_layers = layers(language_model(self._model))
         weights = list(state.values())
         counts = {
             level: _LevelCount(weights, recomputed_modules(self._model, level))
             for level in possible_levels(self._model, compiled=False)
         }
+        skipped_bytes = self._run_forward(tokens, net, state, mode, counts)
+        self._traced[tokens] = {
+            level: Activations(
+                kept=count.kept + skipped_bytes[level], recomputed=count.most_recomputed
+            )
+            for level, count in counts.items()
+        }
+        return self._traced[tokens]
+
+    def _run_forward(
+        self,
+        tokens: int,
+        net: nn.Module,
+        state: dict[str, Tensor],
+        mode: FakeTensorMode,
+        counts: Mapping[ActivationCheckpointing, _LevelCount],
+    ) -> Mapping[Any, int]:
+        """Run a forward pass with the fake weights `state`; `counts` count what autograd saves.
+
+        To save time only two layers of each kind of equal layers run. Returns the bytes that the
+        others, which are skipped, would have added to each level's count.
+        """
+        tree = _made_tree(tokens)
+        with mode:
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            positions = torch.arange(tokens)[None]
 
         def save(tensor: Tensor) -> Tensor:
             """Count a tensor that autograd saves, at all levels."""
@@ -216,9 +238,7 @@ class SavedActivations:
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         keywords = {"position_ids": positions, **tree.keywords(self._model)}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
-        # To save time only two layers of each kind run. The bytes of the others, which are skipped,
-        # are counted in `skipped.saved_bytes`.
-        limited = equal_layers_run_twice(decoder_layers, kept_bytes)
+        limited = equal_layers_run_twice(layers(language_model(self._model)), kept_bytes)
         with ExitStack() as stack:
             # First the changes to the model, while tensors are real.
             stack.enter_context(packing(self._model))
@@ -229,13 +249,7 @@ class SavedActivations:
             for context in (mode, _traceable_experts(), cast, hooks):
                 stack.enter_context(context)
             functional_call(net, state, (ids,), keywords)
-        self._traced[tokens] = {
-            level: Activations(
-                kept=count.kept + skipped.saved_bytes[level], recomputed=count.most_recomputed
-            )
-            for level, count in counts.items()
-        }
-        return self._traced[tokens]
+        return skipped.saved_bytes
 
 
 def _made_tree(tokens: int) -> PackedTree:
