@@ -215,8 +215,8 @@ class Policy:
     def _read(self, weights: SlicedWeights) -> None:
         """Read this process's part of the weights, and copy them to the reference and the sampler.
 
-        The scorer holds `model` itself. The reference, and the sampler of a sharded policy, are
-        models of their own, which have no storage yet.
+        The scorer holds `model` itself. Models of their own, without storage so far, are the
+        sampler of a sharded policy, and the reference unless it is the policy without adapters.
         """
         read_shards(weights, self._scorer, self.storage, self.world)
         if self._reference is not None:
