@@ -39,7 +39,7 @@ from agenttrain.training.config import (
     VisionTower,
 )
 from agenttrain.training.footprint import (
-    FLOAT32,
+    FLOAT32_BYTES,
     LAYER_GRADIENTS,
     RESERVE,
     Activations,
@@ -920,7 +920,8 @@ class Sizes:
     def states(self) -> int:
         """Bytes of the states of one sequence in convolutions and recurrent layers."""
         return sum(
-            layer.convolution * self.itemsize + layer.recurrence * FLOAT32 for layer in self._cache
+            layer.convolution * self.itemsize + layer.recurrence * FLOAT32_BYTES
+            for layer in self._cache
         )
 
     def activations(

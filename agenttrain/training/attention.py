@@ -239,9 +239,10 @@ def no_search_for_packing() -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = find_packed_sequences
 
 
-QUERIES = 256
-"""Queries of one call. A CPU kernel computes the scores of later keys too and drops them: calls
-over 256 queries, each up to its own last key, take 0.7 to 0.95 times as long from 512 tokens on."""
+QUERIES_PER_CALL = 256
+"""Queries of one call of a kernel, where `attend` divides them. A CPU kernel computes the scores of
+later keys too and drops them: calls over 256 queries, each up to its own last key, take 0.7 to 0.95
+times as long from 512 tokens on."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -250,16 +251,19 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     Shapes: query [B, h, m, d], key and value [B, k, n, d], result [B, h, m, d of values], for B
     segments, h heads and k heads of keys and values.
     """
-    queries, offset = query.shape[2], key.shape[2] - query.shape[2]
+    queries = query.shape[2]
+    offset = key.shape[2] - queries  # keys of the prefix, before the first query's own
     if is_faster_in_float32(query):
         # Without autocast, which would cast the states back to bfloat16.
         with torch.autocast("cpu", enabled=False):
             exact = attend(query.float(), key.float(), value.float(), scoring)
         return exact.to(query.dtype)
-    # Parts avoid computing scores of keys after a query. A GPU's kernel for plain causal attention
-    # skips these by itself.
+    # A GPU's kernel takes causal attention of a sequence without a prefix in one call, with sinks
+    # too (`_attend_with_sinks`): it skips the keys after a query by itself. Other calls compute the
+    # scores of all their keys: on a CPU, with a mask for a prefix or a window, with a soft cap.
+    # Parts of the queries, each with no more keys than it needs, then save time and memory.
     in_parts = query.device.type == "cpu" or offset or scoring.window or scoring.softcap
-    size = QUERIES if in_parts else queries
+    size = QUERIES_PER_CALL if in_parts else queries
     parts = []
     for start in range(0, queries, size):
         end = min(start + size, queries)
@@ -283,7 +287,7 @@ def is_faster_in_float32(query: Tensor) -> bool:
     With 16 to 200 queries over 115 to 256 keys, torch's kernel in bfloat16 takes 1.5 to 2.5
     times as long for both passes, casts included. From 256 queries on it is no slower.
     """
-    short = query.dtype is torch.bfloat16 and query.shape[2] < QUERIES
+    short = query.dtype is torch.bfloat16 and query.shape[2] < QUERIES_PER_CALL
     return short and query.device.type == "cpu" and query.requires_grad
 
 
@@ -317,23 +321,32 @@ def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> 
 
 
 def _attend_with_sinks(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attend with each sink as a first key: an extra dimension carries its score."""
+    """Attend with each head's sink as a first key, whose value is zero.
+
+    A sink is a learnt score in the softmax without a value. No kernel takes one. So heads get an
+    additional dimension, which carries the sink's score: queries are 1 there, keys 0, and the
+    sink's key, 0 elsewhere, is score / scale. The scaled product is then exactly the score.
+
+    Shapes: query [B, h, m, d], key and value [B, k, n, d].
+    """
     assert scoring.sinks is not None
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    # Queries are 1 in the additional dimension, keys 0 and the sink's key its score / scale, so
-    # that the scaled product is exactly the score.
-    sinks = (scoring.sinks.to(query.dtype) / scale)[None, :, None, None]
-    sink = pad(sinks.expand(key.shape[0], -1, 1, 1), (query.shape[-1], 0))
-    query = pad(query, (0, 1), value=1.0)
-    key = torch.cat((sink, pad(key, (0, 1))), dim=2)
-    value = pad(value, (0, 0, 1, 0))
-    mask = _mask(query.shape[2], key.shape[2] - 1, scoring.window, query.device)
+    mask = _mask(query.shape[2], key.shape[2], scoring.window, query.device)  # [m, n]
+    # `pad` takes (before, after) of the last dimension, then of the one before it.
+    scores = (scoring.sinks.to(query.dtype) / scale)[None, :, None, None]
+    sink_key = pad(scores.expand(key.shape[0], -1, 1, 1), (query.shape[-1], 0))  # [B, h, 1, d + 1]
+    query = pad(query, (0, 1), value=1.0)  # [B, h, m, d + 1]
+    key = torch.cat((sink_key, pad(key, (0, 1))), dim=2)  # [B, h, n + 1, d + 1]
+    value = pad(value, (0, 0, 1, 0))  # [B, h, n + 1, d]
     if mask is not None:
-        return _call_kernel(query, key, value, pad(mask, (1, 0), value=True), scale)
-    # One more query in front allows the causal kernel: query i attends to the sink and keys 0 … i.
-    return _call_kernel(pad(query, (0, 0, 1, 0)), key, value, None, scale)[:, :, 1:]
+        mask = pad(mask, (1, 0), value=True)  # all attend to the sink
+        return _call_kernel(query, key, value, mask, scale)
+    # Plain causal attention, m = n: the kernel lets query i attend to keys 0 … i. With the sink in
+    # front of the keys these are one too few. So a query is put in front as well, and dropped.
+    query = pad(query, (0, 0, 1, 0))
+    return _call_kernel(query, key, value, None, scale)[:, :, 1:]
 
 
 def _attend_explicitly(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -427,10 +440,11 @@ class PackedTree:
         use_varlen: bool = False,
         split: Split | None = None,
     ) -> None:
-        """Take segments that follow each other. Layouts are made when they are first read.
+        """Take segments that are packed one after the other.
 
-        With `split` several processes compute the segments, and the forward pass has this process's
-        tokens alone.
+        With `use_varlen` layers call torch's varlen kernel where it supports their attention. With
+        `split` several processes compute these segments together: `segments` are all of them, but a
+        forward pass gets the tokens of this process alone.
         """
         self.segments, self.device, self.use_varlen = segments, device, use_varlen
         self.split = split
@@ -508,10 +522,12 @@ def attend_varlen(
     Shapes: query and result [T, h, d], key and value [T, k, d], for T packed tokens, h heads and k
     heads of keys and values.
 
-    torch's `varlen_attn` (FlashAttention) supports causal attention in 16 bits, with a window or
-    without. Layers with soft caps or sinks, float32, and CPUs use `attend` block by block. If a
-    segment has more keys than queries, FlashAttention aligns the last of both, as needed here.
+    The caller has checked that the kernel takes these states (`varlen_takes`): causal attention in
+    16 bits, with a window or without, but no soft cap and no sinks. If a segment has more keys than
+    queries, FlashAttention aligns the last of both, as needed here.
     """
+    # Each segment's keys are those of its prefix and its own. Segments with a common prefix get a
+    # copy of it each, so that there are more keys than tokens. None: no segment has a prefix.
     if varlen.keys is not None:
         key, value = (Repeat.apply(state, varlen.keys) for state in (key, value))
     return varlen_kernel(

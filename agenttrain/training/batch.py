@@ -87,7 +87,7 @@ class MissingRoutes(AgenttrainError):
 class TrainingSequence:
     """One trajectory as tensors, all of them derived from the trajectory's spans.
 
-    Shapes: T all tokens, S sampled tokens.
+    Shapes: T all tokens, S sampled tokens, R positions with recorded experts.
     """
 
     rollout: Rollout
@@ -110,9 +110,10 @@ class TrainingSequence:
     old_entropy_S: Tensor | None = None
     """Entropies of the same distributions."""
     teacher_logprobs_S: Tensor | None = None
-    """Logprobs under the teacher, after its own prompt. None until it has scored the sequence."""
+    """Logprobs under the teacher, which may read another prompt than the policy. None until it has
+    scored the sequence."""
     weight: float = 0.0
-    """Weight of each sampled token in the loss. 0: this sequence has no gradient."""
+    """Weight in the loss, the same for all sampled tokens. 0: this sequence has no gradient."""
 
     @property
     def key(self) -> SequenceKey:
@@ -131,17 +132,20 @@ class TrainingSequence:
 
     @property
     def shared_ids_T(self) -> Tensor:
-        """The ids by which sequences are compared to share a prefix.
+        """The numbers by which sequences are compared to share a prefix: token ids, or hashes.
 
-        At a position with recorded experts the number stands for the id and these experts: only
-        sequences that replay the same ones share it. It is negative, so that it is no token id.
+        Only sequences that replay the same experts may share a position. So at the R positions with
+        recorded experts the number is a hash of the token id and the experts. Two different pairs
+        have the same 63 bits too rarely to matter. A hash is negative, so that it is no token id.
         """
         if self.routes is None:
             return self.token_ids_T
-        ids_T, positions_R = self.token_ids_T.clone(), self.routes.positions_R
-        keys_R = self.routes.keys_R ^ (ids_T[positions_R] * ID_FACTOR)
-        ids_T[positions_R] = keys_R | SIGN_BIT
-        return ids_T
+        shared_ids_T, positions_R = self.token_ids_T.clone(), self.routes.positions_R
+        # The factor spreads ids over 64 bits: ids alone would change only the lowest bits.
+        id_hashes_R = shared_ids_T[positions_R] * ID_FACTOR
+        expert_hashes_R = self.routes.keys_R
+        shared_ids_T[positions_R] = (expert_hashes_R ^ id_hashes_R) | SIGN_BIT
+        return shared_ids_T
 
     @property
     def advantages_S(self) -> Tensor:
@@ -163,12 +167,19 @@ def make_sequences(rollout: Rollout, *, replays_routes: bool = False) -> list[Tr
 
     With `replays_routes` they have the experts by which the tokens were sampled. Raises
     MissingRoutes if these were not recorded.
+
+    A sequence has all tokens of its trajectory: the context that it branches from (none for most
+    trajectories), then O tokens of its own. Example with a context of 2 tokens::
+
+        token_ids   c c p p s s     T = 6
+        loss_mask       0 0 1 1     O = 4
+        targets_S         3 4       the positions before the S = 2 sampled tokens
     """
     sequences = []
     for trajectory in rollout.trajectories:
         if not trajectory.sampled_length:
             continue
-        # O: the trajectory's own tokens, which follow the context that it branches from.
+        # The mask and the logprobs are of the trajectory's own tokens, without the context.
         sampled_O = torch.tensor(trajectory.loss_mask, dtype=torch.bool)
         context_length = trajectory.context_length
         if sampled_O[0] and not context_length:
@@ -177,8 +188,10 @@ def make_sequences(rollout: Rollout, *, replays_routes: bool = False) -> list[Tr
                 "is nothing before it that it was sampled from. Append the prompt first."
             )
         ids, layout = torch.tensor(trajectory.token_ids), None
-        if trajectory.images:  # placeholders become the key of their image
+        if trajectory.images:
             layout = Layout(trajectory.images)
+            # Placeholders become a key of their image, a hash, so that prefixes with different
+            # images are not taken for the same.
             ids = torch.from_numpy(layout.keyed(ids.numpy()))
         sequences.append(
             TrainingSequence(
@@ -187,7 +200,7 @@ def make_sequences(rollout: Rollout, *, replays_routes: bool = False) -> list[Tr
                 token_ids_T=ids,
                 layout=layout,
                 routes=_recorded_routes(rollout, trajectory) if replays_routes else None,
-                # Positions in the whole sequence, one before the sampled token itself.
+                # Positions in the whole sequence, each one before its sampled token.
                 targets_S=sampled_O.nonzero()[:, 0] + (context_length - 1),
                 behaviour_S=torch.tensor(trajectory.rollout_logprobs)[sampled_O],
             )
@@ -196,17 +209,21 @@ def make_sequences(rollout: Rollout, *, replays_routes: bool = False) -> list[Tr
 
 
 def _recorded_routes(rollout: Rollout, trajectory: Trajectory) -> SequenceRoutes:
-    """Return the experts recorded in a trajectory and in the context that it branches from."""
+    """Return the experts recorded in a trajectory and in the context that it branches from.
+
+    The experts of position p computed the distribution from which the token at p + 1 was sampled.
+    They are recorded with that token: R positions, L layers, K experts of a layer.
+    """
     positions: list[Tensor] = []
     experts: list[Tensor] = []
     if trajectory.parent is not None:
-        parent, length = trajectory.parent
+        parent, context_length = trajectory.parent
         inherited = _recorded_routes(rollout, rollout.trajectories[parent])
-        # A token sampled at the branch comes from the last position of the context, whose experts
-        # are then in this trajectory's own record.
+        # The context has positions up to context_length - 1. If the first own token was sampled,
+        # its record below has the experts of this last position: leave it to that record.
         spans = trajectory.spans
-        branches_at_sampled = bool(spans) and spans[0].origin is Origin.sampled
-        end = length - 1 if branches_at_sampled else length
+        begins_sampled = bool(spans) and spans[0].origin is Origin.sampled
+        end = context_length - 1 if begins_sampled else context_length
         is_kept_R = inherited.positions_R < end
         positions.append(inherited.positions_R[is_kept_R])
         experts.append(inherited.experts_RLK[is_kept_R])
@@ -223,8 +240,8 @@ def _recorded_routes(rollout: Rollout, trajectory: Trajectory) -> SequenceRoutes
             shape = (routes.tokens, routes.layers, routes.top_k)
             recorded = np.frombuffer(routes.experts, dtype="<u2").reshape(shape)
             experts.append(torch.from_numpy(recorded.astype(np.int16)))
-            # One before the sampled token itself.
-            positions.append(torch.arange(start, start + shape[0]) - 1)
+            sampled_positions = torch.arange(start, start + routes.tokens)
+            positions.append(sampled_positions - 1)
         start += len(span.token_ids)
     return SequenceRoutes(positions_R=torch.cat(positions), experts_RLK=torch.cat(experts))
 
@@ -441,7 +458,13 @@ class BlockSlice(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Neighbouring segments of one parent and similar length, padded at their ends."""
+    """Neighbouring segments of one parent and similar length, padded at their ends.
+
+    Attention gathers the block's tokens as rows [segments, length], one for each segment, and takes
+    the tokens out of the rows again afterwards. Positions in the rows are counted flat, row after
+    row. Example: segments of 3 and 1 tokens, 0 1 2 and 3, become the rows 0 1 2 | 3 3 3. `gather`
+    is 0 1 2 3 3 3, `scatter` 0 1 2 3, and `padding` 4 5.
+    """
 
     start: int
     """Packed position of the first token."""
@@ -454,12 +477,12 @@ class Block:
     prefix: tuple[BlockSlice, ...]
     """Segments of the shared prefix, as slices of earlier blocks, in order."""
     gather: Tensor
-    """[segments x length] Token of the block at every padded position. Padding repeats the last
-    token of its segment."""
+    """[segments x length] Index, among the block's tokens, of the token at every position of the
+    rows. Padding repeats the last token of its segment."""
     scatter: Tensor
-    """[tokens] Padded position of each token of the block."""
+    """[tokens] Position in the rows of each token of the block."""
     padding: Tensor
-    """Padded positions without a token."""
+    """[segments x length - tokens] Positions in the rows without a token."""
 
 
 class PaddedRows(NamedTuple):
@@ -507,11 +530,14 @@ def _ranges(starts_N: Tensor, lengths_N: Tensor) -> Tensor:
 def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Block, ...]:
     """Divide segments that are packed one after the other from position 0 into blocks.
 
-    A block is computed by one call of the attention kernel: siblings, segments with the same parent
-    and so the same prefix, padded to the longest. They are similar in length, so that little is
-    padding: the shortest has at least the share SHORTEST of the longest.
+    `segments` come with siblings, segments of one parent, next to each other, the longest first. A
+    block is computed by one call of the attention kernel: siblings of similar length as rows,
+    padded to the longest. The shortest has at least the share SHORTEST of the longest.
+
+    The segments of a block have the same prefix, the earlier segments that they attend to. It is
+    given as slices of earlier blocks, because attention has the keys of each block in a tensor.
     """
-    # Each run of similar siblings becomes a block. Siblings are ordered by length, longest first.
+    # Each run of similar siblings becomes a block.
     runs: list[list[Segment]] = []
     for segment in segments:
         longest = runs[-1][0] if runs else segment
@@ -525,10 +551,11 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
     for run in runs:
         longest, start = run[0], run[0].start
         prefix = []
-        for part in longest.prefix:  # the block that begins last before `part` contains it
-            index = bisect_right(blocks, part.start, key=lambda block: block.start) - 1
-            start_in_block = part.start - blocks[index].start
-            prefix.append(BlockSlice(index, start_in_block, start_in_block + part.length))
+        for ancestor in longest.prefix:  # segments of earlier blocks
+            # The last block that begins at or before the ancestor contains it.
+            index = bisect_right(blocks, ancestor.start, key=lambda block: block.start) - 1
+            start_in_block = ancestor.start - blocks[index].start
+            prefix.append(BlockSlice(index, start_in_block, start_in_block + ancestor.length))
         padded = pad_rows([segment.length for segment in run], device)
         blocks.append(
             Block(
@@ -537,6 +564,7 @@ def make_blocks(segments: Sequence[Segment], device: torch.device) -> tuple[Bloc
                 segments=len(run),
                 length=longest.length,
                 prefix=tuple(prefix),
+                # Indices that pad the block's tokens, and that take the tokens from padded rows.
                 gather=padded.gather,
                 scatter=padded.scatter,
                 padding=padded.padding,

@@ -146,15 +146,18 @@ class Checkpoints:
         writing.start()
 
     def _take_weights(self, writing: Writing, policy: Policy, *, copies: bool) -> None:
-        """Add the weights to a snapshot, with `copies` as copies that later updates do not change.
+        """Add the weights to the snapshot of `writing`.
 
-        At the end wait for the thread of `writing`, if it was started to write the other files.
+        `begin` needs `copies`, which later updates do not change. `save` writes at once. It has
+        started the thread that writes the other files: wait for it at the end.
         """
         try:
             writing.snapshot.take_weights(policy, copies=copies)
         except BaseException as error:
-            self._writing = None  # `finish` would complete it without its weights
-            if isinstance(error, Exception):  # not at a second SIGTERM, which must not wait
+            # Forget the checkpoint: the next `finish` would complete it without its weights.
+            self._writing = None
+            # KeyboardInterrupt and SystemExit (a second SIGTERM) leave without waiting.
+            if isinstance(error, Exception):
                 writing.wait()
             raise
         writing.wait()
@@ -168,7 +171,8 @@ class Checkpoints:
         """Complete the checkpoint that was begun and return its folder. All processes together.
 
         Returns None if none was begun, or, without `wait`, while a process is still writing. Raises
-        OSError or CheckpointError if the checkpoint cannot be written.
+        OSError or CheckpointError if the checkpoint cannot be written. The processes wait for each
+        other `patient`ly: without a time limit, as long as none of them has died.
         """
         writing = self._writing
         if writing is None:
@@ -179,30 +183,44 @@ class Checkpoints:
         elif not all(world.gather([writing.written], f"{name}: whether it is written")):
             return None
         self._writing = None
-        part, path = writing.part, writing.path
         try:
-            # Raises this process's failure, and PeerFailed in the other processes.
+            # If writing failed in one process, this raises its error there, and PeerFailed in the
+            # other processes.
             shares = world.exchange(
                 [(writing.digests, writing.snapshot.weights)],
                 f"{name}: each process's part",
-                writing.failure,
+                failure=writing.failure,
                 patient=True,
             )
+            # An error of the main process in this block raises PeerFailed in the others.
             with world.together(f"{name}: the complete checkpoint", *UNWRITABLE, patient=True):
                 if world.is_main:
-                    files = [weights for _, weights in shares if weights is not None]
-                    if files:  # the weights are in several files
-                        (part / INDEX).write_text(json.dumps(weights_index(files), indent=2) + "\n")
-                    (part / "state.json").write_text(json.dumps(writing.state))
-                    # The digests of all processes' files, by name.
-                    seal(part, {n: d for digests, _ in shares for n, d in digests.items()})
-                    replace(part, path)
-                    self._link(LATEST, path)
-                    self._prune(path)
+                    self._complete(writing, shares)
         except UNWRITABLE:
-            shutil.rmtree(part, ignore_errors=True)  # a full disk needs the space
+            shutil.rmtree(writing.part, ignore_errors=True)  # a full disk needs the space
             raise
-        return path
+        return writing.path
+
+    def _complete(
+        self,
+        writing: Writing,
+        shares: Sequence[tuple[Mapping[str, str], tuple[str, dict[str, int]] | None]],
+    ) -> None:
+        """Write the last files of a checkpoint, and put its folder in place. Main process only.
+
+        `shares` has of each process the sha256 of the files that it wrote, by name, and its
+        `Snapshot.weights`.
+        """
+        part, path = writing.part, writing.path
+        files = [weights for _, weights in shares if weights is not None]
+        if files:  # sharded: an index names the file of each weight
+            (part / INDEX).write_text(json.dumps(weights_index(files), indent=2) + "\n")
+        (part / "state.json").write_text(json.dumps(writing.state))
+        all_digests = {name: sha256 for digests, _ in shares for name, sha256 in digests.items()}
+        seal(part, all_digests)
+        replace(part, path)
+        self._link(LATEST, path)
+        self._prune(path)
 
     def _begin(
         self,
@@ -304,16 +322,18 @@ class Checkpoints:
                 verify(self.folder / name, world.rank, world.size)
             except CheckpointError as error:
                 local_problem = str(error)
+            # `patient`: large files take long to read, so that there is no time limit.
             problems = world.exchange([local_problem], f"{name}: its files", patient=True)
             problem = next((problem for problem in problems if problem is not None), None)
             if problem is None:
                 return self.folder / name
             if world.is_main:
                 print(f"warning: checkpoint skipped: {problem}", file=sys.stderr)
+        # The main process alone words the error; `together` raises PeerFailed in the others.
         with world.together("the newest checkpoint", CheckpointError):
             if world.is_main:
                 raise CheckpointError(f"{self.folder}: no intact checkpoint. Start a new run.")
-        raise AssertionError  # the main process raised for all
+        raise AssertionError  # for the type checker: the block above raises in every process
 
     def mark_best(self, policy: Policy, step: int, sources: Sequence[str] = ("",)) -> None:
         """Mark the checkpoint of `step` as the best of these sources, or of the run (``""``).
@@ -384,10 +404,15 @@ class Writing:
         self.thread.start()
 
     def write(self) -> None:
-        """Write the files of the snapshot; store an error as `failure`."""
+        """Write the files that the snapshot holds, and drop them from it; store an error.
+
+        `save` calls this twice. The first call, in a thread, writes the optimizer's state and the
+        random states while the weights are gathered. The second one writes the weights, which
+        were added to the snapshot since.
+        """
         try:
-            with as_not_written(self.part):
-                if self.failure is None:  # `save` calls this again, for the weights
+            if self.failure is None:  # after an error the checkpoint is given up
+                with as_not_written(self.part):  # gives errors of libraries one type, NotWritten
                     self.digests |= self.snapshot.write(self.part)
         except Exception as error:
             self.failure = error

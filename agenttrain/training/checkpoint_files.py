@@ -148,10 +148,11 @@ def verify(path: Path, index: int = 0, count: int = 1) -> None:
 
 
 def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
-    """Write the manifest, apply the umask to all files, force everything to disk.
+    """Write the manifest, give all files the mode that the umask says, force everything to disk.
 
-    `digests` has the sha256 of files, by name, that were hashed while they were written. Such files
-    are on disk already.
+    The manifest has the sha256 of each file, e.g. ``{"config.json": "3f…", …}``, and under its own
+    name that of these entries. `digests` has the sha256 of files, by name, that were hashed while
+    they were written. Such files are on disk already.
     """
     synced_digests = digests or {}
     files = sorted(path for path in part.rglob("*") if path.is_file())
@@ -159,6 +160,7 @@ def seal(part: Path, digests: Mapping[str, str] | None = None) -> None:
     entries = {name: synced_digests.get(name) or digest(path) for name, path in paths.items()}
     text = json.dumps({**entries, MANIFEST: _digest_of(entries)}, indent=1)
     (part / MANIFEST).write_text(text, encoding="utf-8")
+    # safetensors ignores the umask. The manifest, which was just created, has the mode it gives.
     copy_mode(part / MANIFEST, files)
     unsynced = [path for name, path in paths.items() if name not in synced_digests]
     for path in (*unsynced, part / MANIFEST, part):
@@ -179,10 +181,12 @@ def copy_mode(example: Path, files: Iterable[Path]) -> None:
 def replace(part: Path, path: Path) -> None:
     """Rename the finished folder `part` to `path`. A former folder of that name is removed last.
 
-    If the process dies meanwhile, `recover` completes or undoes the renaming.
+    The files of `part` are on disk already (`seal`). If the process dies meanwhile, the next run
+    calls `recover`, which completes or undoes the renaming, before it writes a checkpoint.
     """
     former = path.with_name(f".{path.name}.former")
-    shutil.rmtree(former, ignore_errors=True)  # left by a process that died before the end
+    # `recover` has restored a `former` that was the only copy. This one could not be removed.
+    shutil.rmtree(former, ignore_errors=True)
     if path.exists():
         path.rename(former)
     part.rename(path)

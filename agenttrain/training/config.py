@@ -436,12 +436,13 @@ class Transport(StrEnum):
     """How weights reach the servers."""
 
     auto = "auto"
-    """lora for adapters that servers read as the trainer does, else files: adapters of experts, and
-    of a base in 4 bits, are merged."""
+    """lora if servers read the model's adapters as the trainer does, else files. They do not for
+    adapters of experts, or of a base in 4 bits: these are merged into the weights."""
     files = "files"
     """All weights, with adapters merged into them, while a server is paused."""
     lora = "lora"
-    """The adapters alone, each version under a name of its own; nothing is paused."""
+    """The adapters alone, each version under a name of its own, which a request names. So nothing
+    is paused."""
     nccl = "nccl"
     """All weights, by a broadcast from the trainer's GPU to those of the servers. It has never been
     run on GPUs."""

@@ -66,8 +66,10 @@ def pack_together(
 ) -> list[Microbatch]:
     """Return this process's parts of the microbatches of all sequences of its group.
 
-    Every member gets a part of each microbatch. A microbatch has at most `token_budget` tokens for
-    each member. Empty if no member has a sequence.
+    The members send each other their sequences, and all pack the same microbatches. Every member
+    computes a part of the tokens of each, about `token_budget` at most, so that a microbatch may
+    have `token_budget` tokens for each member. It gets the loss of its own sequences only. Empty if
+    no member has a sequence.
     """
     tokens = [
         _Tokens(token_ids_T=s.token_ids_T, targets_S=s.targets_S, routes=s.routes)
@@ -83,8 +85,10 @@ def pack_together(
             all_sequences += [received.as_sequence() for received in member_tokens]
     if not all_sequences:
         return []
-    # Budgets differ where a broken update's sequences are run one by one: each is a sequence long.
+    # Budgets differ if sequences are scored one by one, after gradients that were not finite: the
+    # budget is then the length of the member's sequence.
     budget = max(budget for budget, _ in members) * group.size
+    # Objects, not equal values: the others' sequences were made anew in `as_sequence`.
     own_ids = {id(sequence) for sequence in sequences}
     packed = pack(all_sequences, budget, device)
     return [_own_share(microbatch, own_ids, group) for microbatch in packed]

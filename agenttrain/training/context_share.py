@@ -18,24 +18,37 @@ from agenttrain.training.selection import Repeats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextShare:
-    """A process's part of the forward pass over a microbatch of its group."""
+    """A process's part of the forward pass over a microbatch of its group.
+
+    The group computes a microbatch of all members' rollouts together, each member a part of the
+    tokens. So a process computes logprobs of other processes' rollouts, and needs those of its own
+    rollouts from the others: `exchange` sends each to the process with the rollout.
+
+    The microbatch has S sampled tokens. Of these this process computes s, at indices `places_s`,
+    and its own rollouts have those at indices `own_places`.
+    """
 
     split: Split
     """The packed tree, with the processes that compute it together."""
     targets: Repeats
-    """Indices, among this process's tokens, of those whose next token was sampled."""
+    """Indices, among all tokens that this process computes, of the s whose next token was
+    sampled."""
     labels_s: Tensor
-    """The sampled tokens."""
+    """Ids of these sampled tokens."""
     places_s: Tensor
-    """Their indices among the group's S sampled tokens."""
+    """Indices of these sampled tokens among the group's S."""
     own_places: Tensor
-    """Indices, among the S sampled tokens, of those of this process's rollouts."""
+    """Indices, among the group's S, of the sampled tokens of this process's rollouts."""
     sampled: int
     """S."""
 
     def exchange(self, logprobs_s: Tensor, entropy_s: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logprobs and entropies of this process's rollouts, from those it has computed."""
+        """Return logprobs and entropies of this process's rollouts, from those it has computed.
+
+        All members of the group call it together.
+        """
         logprobs, entropy = _ToOwners.apply(torch.stack((logprobs_s, entropy_s)), self)
+        # Stacked with the logprobs, entropies get a gradient even where the caller wants none.
         return logprobs, entropy if entropy_s.requires_grad else entropy.detach()
 
 
@@ -51,15 +64,17 @@ class _ToOwners(torch.autograd.Function):
     def forward(ctx: Any, values_2s: Tensor, share: ContextShare) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies of the tokens of this process's rollouts.
 
-        `values_2s` has those of the s tokens that this process computed. S are the group's tokens.
+        `values_2s` has logprobs (row 0) and entropies (row 1) of the s sampled tokens that this
+        process computed, of any member's rollouts. S are all sampled tokens of the group, of which
+        `share.own_places` are those of this process's rollouts, whoever computed them.
         """
         ctx.share = share
         # Each token is computed by one process and is 0 in the others, so the sum is its value.
         values_2S = values_2s.new_zeros(2, share.sampled)
         values_2S[:, share.places_s] = values_2s
-        first_S, second_S = share.split.group.add(values_2S)
+        logprobs_S, entropy_S = share.split.group.add(values_2S)  # an all-reduce
         places = share.own_places
-        return first_S.index_select(0, places), second_S.index_select(0, places)
+        return logprobs_S.index_select(0, places), entropy_S.index_select(0, places)
 
     @staticmethod
     @once_differentiable

@@ -31,18 +31,25 @@ QUERIES = 256
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TreePiece:
-    """Neighbouring tokens of a segment in one chunk, a part of the packed row with one owner."""
+    """Neighbouring tokens of a segment in one chunk, a part of the packed row with one owner.
+
+    Example: process 0 of two holds the first and the last four of 16 tokens. A prompt of 8 tokens
+    has two answers of 3 and 5, so that its pieces belong to two sequences. The last piece of the
+    second answer is packed at 12 to 15 (`segment.start` 12). It comes after four other tokens of
+    its owner (`offset` 4), and in its sequence after the prompt and a token (`position` 9).
+    """
 
     segment: Segment
-    """The piece by its packed positions, with the piece before it as parent."""
+    """The piece by its packed positions. Its parent is `parent.segment`."""
     parent: TreePiece | None
+    """Piece before this one in its sequences: the same for siblings. None: it starts them."""
     chunk: int
     owner: int
     """Process that holds the chunk."""
     offset: int
-    """Index of the first token among those of the owner."""
+    """Index of the first token among all tokens that the owner holds."""
     position: int
-    """Position of the first token in its sequences."""
+    """Position of the first token in its sequences, the same in all of them."""
 
     @property
     def length(self) -> int:
@@ -64,23 +71,31 @@ class Call(NamedTuple):
     queries: slice
     keys: slice
     shift: int | None
-    """Query a attends to key b if b <= a + shift, within the window; None: to all keys."""
+    """Query a of `queries` attends to key b of `keys`, both from 0, if b <= a + shift, within the
+    window. 0 with equally many of both: causal. None: every query attends to all keys."""
 
 
 class ContextTree:
-    """The pieces of a packed tree, as process `rank` of `processes` computes them.
+    """The pieces of a packed tree of segments, as process `rank` of `processes` computes them.
 
     The packed row is cut into two chunks for each process, an early and a late one, because late
-    tokens attend to more keys. Segments are cut into pieces at the ends of chunks. `calls` says how
-    a process's queries attend to the keys of each process, `positions` where its tokens are.
+    tokens attend to more keys. Segments are cut into pieces at the ends of chunks. A process holds
+    the tokens of its pieces one after the other: `TreePiece.offset` counts them.
+
+    For attention the keys of every process come round to this one. `calls` then lists the calls of
+    its queries over them, as slices. `positions` are those of its tokens in their sequences.
     """
 
     def __init__(self, segments: Sequence[Segment], *, rank: int, processes: int) -> None:
-        """Cut segments of at least two tokens for each process, as `fill` makes them."""
+        """Cut segments into pieces.
+
+        They have at least two tokens for each process in all, so that each chunk has one: `fill`
+        adds what is missing.
+        """
         self.rank, self.processes = rank, processes
         self._calls: dict[tuple[int, int | None], list[Call]] = {}
-        """Results of `calls`, cached by their arguments: one row serves many layers."""
-        chunks = 2 * processes
+        """Results of `calls`, cached by its arguments (source, window): layers ask for the same."""
+        chunks = 2 * processes  # an early one and a late one for each, which balances attention
         tokens = segments[-1].end
         self.bounds = [tokens * chunk // chunks for chunk in range(chunks + 1)]
         """Packed position at which each chunk starts, and the end."""
@@ -136,9 +151,11 @@ class ContextTree:
         return self._calls[source, window]
 
     def _make_calls(self, source: int, window: int | None) -> Iterator[Call]:
-        """Yield the attention calls that `calls` returns.
+        """Yield the attention calls of this process's queries over the keys of process `source`.
 
-        Siblings attend to their prefix in one call. With a window each piece has calls of its own.
+        A call is a slice of the queries that this process holds and a slice of the keys that
+        `source` holds, which have come here. Siblings, pieces with the same prefix, attend to it in
+        one call: in packed order they are neighbours. With a window each piece has its own calls.
         """
         own_pieces = self.held[self.rank]
         if window is not None:
@@ -153,8 +170,8 @@ class ContextTree:
             # Siblings attend to all of their prefix, without a mask, so that they are one call.
             prefix = sorted((p.offset, p.length) for p in first.ancestors if p.owner == source)
             for keys in _join_neighbours(prefix):
-                yield Call(queries, keys, shift=None)
-        if source == self.rank:  # each piece attends to itself, causally
+                yield Call(queries, keys, shift=None)  # every query to all keys
+        if source == self.rank:  # each piece attends to itself, causally: shift 0
             for piece in own_pieces:
                 tokens = slice(piece.offset, piece.offset + piece.length)
                 yield Call(tokens, tokens, shift=0)
@@ -219,20 +236,31 @@ def _join_neighbours(parts: Sequence[tuple[int, int]]) -> list[slice]:
 
 
 def _window_calls(query: TreePiece, key: TreePiece, window: int) -> Iterator[Call]:
-    """Yield calls of a piece's queries over the keys of another one, or of itself, in a window."""
+    """Yield calls of a piece's queries over the keys of another one, or of itself, in a window.
+
+    A query sees the last `window` keys up to its own position. Example: queries at positions 4 and
+    5, keys at 0 to 3, window 3. Query 4 sees keys 2 and 3, query 5 key 3 alone: the call is over
+    keys 2 and 3, and its `shift` is 4 - 2. Positions count in the sequences; the slices of a call
+    count among the tokens that each owner holds (`offset`).
+    """
     for start in range(0, query.length, QUERIES):
         stop = min(start + QUERIES, query.length)
-        distance = query.position + start - key.position  # of the first query from the first key
+        count = stop - start
+        # Queries 0 to count - 1 of this call, counted from the piece's query `start`. Query a is
+        # distance + a positions after key 0 of the piece, and sees key b if this is b to
+        # b + window - 1.
+        distance = query.position + start - key.position
         # Keys `low` to `high` - 1 are seen by at least one of these queries.
-        low = max(0, distance - window + 1)
-        high = min(key.length, distance + stop - start)
+        low = max(0, distance - window + 1)  # by the first
+        high = min(key.length, distance + count)  # by the last
         if low >= high:
             continue
-        shift = distance - low  # of the first query from the first of these keys
-        # The first query sees the last key, and the last query the first key.
-        sees_all = high - low - 1 <= shift and stop - start - 1 + shift < window
+        shift = distance - low  # positions from key `low` to the first query
+        first_sees_last_key = high - low - 1 <= shift
+        last_sees_first_key = shift + count - 1 < window
+        sees_all = first_sees_last_key and last_sees_first_key
         yield Call(
             slice(query.offset + start, query.offset + stop),
             slice(key.offset + low, key.offset + high),
-            shift=None if sees_all else shift,
+            shift=None if sees_all else shift,  # None: no mask is needed
         )

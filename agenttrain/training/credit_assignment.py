@@ -27,6 +27,9 @@ from agenttrain.types import Rollout
 
 Item = TypeVar("Item")
 
+SUM = ""
+"""Name under which the sum of a rollout's rewards stands among the functions."""
+
 
 def assign_advantages(
     groups: Sequence[Sequence[Rollout]],
@@ -41,6 +44,8 @@ def assign_advantages(
     `penalties` has the KL over each rollout's sampled tokens, by rollout id. Times beta it is
     subtracted from the reward before the baseline. `reward_weights` are the rubric's; a missing
     function has weight 1. Statistics of the batch are taken over all processes.
+
+    Shapes: F reward functions, P groups, G rollouts of the largest group.
     """
 
     def penalty_of(rollout: Rollout) -> float:
@@ -54,7 +59,8 @@ def assign_advantages(
         ]
         return _assign_by_turn(groups, turn_rewards, config, world)
 
-    # Rewards of each rollout by function; under the name "" if the algorithm uses their sum.
+    # Rewards of each rollout by function. If the algorithm uses their sum, it stands as the only
+    # function, named SUM.
     rewards: list[list[dict[str, float | None]]] = []
     for group in groups:
         if config.rewards is Rewards.normalize_each:  # settings refuse a KL penalty beside it
@@ -62,18 +68,19 @@ def assign_advantages(
         else:
             rewards.append(
                 [
-                    {"": None if rollout.reward is None else rollout.reward - penalty_of(rollout)}
+                    {SUM: None if rollout.reward is None else rollout.reward - penalty_of(rollout)}
                     for rollout in group
                 ]
             )
-    # `rewards` may become those of all processes. Those of `groups` then begin at `first_group`.
-    first_group, rewards = gather_if_batchwise(rewards, config, world)
-    names, rewards_FPG = _tabulate(rewards)
+    # Groups of this process, or of all processes if a baseline or scale is taken over the batch.
+    # Those of this process begin at `first_group`.
+    first_group, compared_rewards = gather_if_batchwise(rewards, config, world)
+    names, rewards_FPG = _tabulate(compared_rewards)
     if config.rewards is Rewards.normalize_each:
         weights = [reward_weights.get(name, 1.0) for name in names]
         advantages_PG = normalized_advantages(rewards_FPG, weights, scale=config.scale)
     else:
-        rewards_PG = rewards_FPG[0]  # the only function, which is their sum
+        rewards_PG = rewards_FPG[0]  # SUM is the only function
         advantages_PG = advantages(rewards_PG, baseline=config.advantage, scale=config.scale)
     local_PG = advantages_PG[first_group : first_group + len(groups)].tolist()
     for group, advantages_G in zip(groups, local_PG, strict=True):
@@ -108,7 +115,7 @@ def _tabulate(rewards: Sequence[Sequence[Mapping[str, float | None]]]) -> tuple[
     NaN where there is none: a function gave none, or the group has fewer than G rollouts.
     """
     # Without any rollout F and G are 1, so that the advantages of no groups can be computed too.
-    names = sorted({name for group in rewards for values in group for name in values}) or [""]
+    names = sorted({name for group in rewards for values in group for name in values}) or [SUM]
     width = max((len(group) for group in rewards), default=0) or 1
     rewards_FPG = torch.full((len(names), len(rewards), width), torch.nan, dtype=torch.float64)
     for f, name in enumerate(names):

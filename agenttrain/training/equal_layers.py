@@ -52,14 +52,20 @@ def equal_layers_run_twice(
 ) -> Iterator[EqualLayers]:
     """Run two layers of each kind of equal layers in the block, and skip the others of the kind.
 
-    `saved_bytes` returns the bytes that autograd holds so far, by any names (the default, `dict`,
-    returns none). A skipped layer returns a copy of its input, and counts for as many bytes as the
-    second layer of its kind. The first one may also save tensors that all layers share.
+    For traces that measure sizes: equal layers save as many bytes, so that running all of them
+    would only take time. A skipped layer returns a copy of its input. It counts for as many bytes
+    as the second layer of its kind: the first one may also save tensors that all layers share, like
+    rotary embeddings.
+
+    `saved_bytes` returns the bytes that autograd holds so far, by names that the caller chooses,
+    e.g. ``{"none": 4096, "layers": 512}``; the default, `dict`, returns none. The yielded
+    `EqualLayers` has, by the same names, the bytes of the skipped layers alone, and `twins`, which
+    maps a skipped layer to an equal one that ran.
     """
     skipped, kinds = EqualLayers(), dict[Hashable, _Kind]()
 
     def total_bytes() -> Counter[Hashable]:
-        """Return the bytes so far, those of skipped layers included."""
+        """Return the bytes so far, with those that skipped layers would have saved."""
         return Counter(saved_bytes()) + skipped.saved_bytes
 
     def forward_of(layer: nn.Module, position: int) -> Callable[..., Any]:
@@ -73,6 +79,7 @@ def equal_layers_run_twice(
         def run_or_skip(*args: Any, **kwargs: Any) -> Any:
             """Stand in for the layer's `forward`."""
             hidden = args[0] if args else kwargs.get("hidden_states")
+            # Skip only where a copy of the input can stand in for the output.
             if kind.runs >= RUNS and kind.keeps_shape and isinstance(hidden, Tensor):
                 skipped.twins[position] = kind.position
                 skipped.saved_bytes += kind.saved_bytes
@@ -80,7 +87,7 @@ def equal_layers_run_twice(
             before = total_bytes()
             output = forward(*args, **kwargs)
             kind.runs, kind.position = kind.runs + 1, position
-            kind.saved_bytes = total_bytes() - before
+            kind.saved_bytes = total_bytes() - before  # by this layer; of the last run in the end
             kind.keeps_shape = _have_same_form(hidden, output)
             return output
 

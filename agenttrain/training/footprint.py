@@ -41,7 +41,7 @@ from agenttrain.training.recomputation import possible_levels, recomputed_module
 from agenttrain.training.segments import one_after_the_other
 from agenttrain.training.sharding import layers
 
-FLOAT32 = 4
+FLOAT32_BYTES = 4
 """Bytes of a number in float32."""
 RESERVE = 3 * 2**29
 """Bytes of a GPU for its context, workspaces, and gaps that the allocator cannot fill. Assumed."""
@@ -67,7 +67,8 @@ def empty_model(
 ) -> PreTrainedModel:
     """Return a config's model without storage, with adapters of `lora` or those in a folder.
 
-    `double` is not None for a base in 4 bits, and says whether its scales are in 8 bits.
+    `double` is None for a base that is not in 4 bits. True: the scales of the 4 bits are stored in
+    8 bits; False: in float32.
     """
     with init_empty_weights(include_buffers=True):
         model = model_class(config.model_type).from_config(config, dtype=dtype)
@@ -77,7 +78,8 @@ def empty_model(
             add_saved_adapters(model, adapters)
         if lora.rank:
             add_lora(model, lora)
-            # With real weights, peft gives an adapter the format of its layer.
+            # peft casts new adapters to the format of their layer only beside real weights, not on
+            # the meta device. Adapters in a folder have their file's format.
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.data = parameter.data.to(dtype)
@@ -178,31 +180,53 @@ class SavedActivations:
         """Return the bytes that autograd saves in a forward pass, at each level (cached).
 
         The tensors are fake: they have shapes and formats, but no values and no memory.
+
+        One pass measures all levels of activation checkpointing. No module is really recomputed: a
+        `_LevelCount` for each level gets every tensor that autograd saves, and decides whether it
+        would be kept at its level.
         """
         if tokens in self._traced:
             return self._traced[tokens]
-        tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
-        # `blocks` and `waves` are made when they are first read. Read them before entering the
-        # mode: they depend on values, which fake tensors lack.
-        assert tree.blocks
-        assert tree.recurrent.waves
         net = backbone(self._model)
         mode = FakeTensorMode()
         with mode:
             state = {name: _fake(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
             # `state_dict` lacks the buffers that are not persistent.
             state |= {name: _fake(tensor) for name, tensor in net.named_buffers()}
-            ids = torch.zeros(1, tokens, dtype=torch.long)
-            positions = torch.arange(tokens)[None]
-        decoder_layers = layers(language_model(self._model))
         weights = list(state.values())
         counts = {
             level: _LevelCount(weights, recomputed_modules(self._model, level))
             for level in possible_levels(self._model, compiled=False)
         }
+        skipped_bytes = self._run_forward(tokens, net, state, mode, counts)
+        self._traced[tokens] = {
+            level: Activations(
+                kept=count.kept + skipped_bytes[level], recomputed=count.most_recomputed
+            )
+            for level, count in counts.items()
+        }
+        return self._traced[tokens]
+
+    def _run_forward(
+        self,
+        tokens: int,
+        net: nn.Module,
+        state: dict[str, Tensor],
+        mode: FakeTensorMode,
+        counts: Mapping[ActivationCheckpointing, _LevelCount],
+    ) -> Mapping[Any, int]:
+        """Run a forward pass with the fake weights `state`; `counts` count what autograd saves.
+
+        To save time only two layers of each kind of equal layers run. Returns the bytes that the
+        others, which are skipped, would have added to each level's count.
+        """
+        tree = _made_tree(tokens)
+        with mode:
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            positions = torch.arange(tokens)[None]
 
         def save(tensor: Tensor) -> Tensor:
-            """Count a tensor that autograd saves."""
+            """Count a tensor that autograd saves, at all levels."""
             for count in counts.values():
                 count.add(tensor)
             return tensor
@@ -214,25 +238,30 @@ class SavedActivations:
         cast = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
         keywords = {"position_ids": positions, **tree.keywords(self._model)}
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
-        # To save time only two layers of each kind run. The bytes of the others, which are skipped,
-        # are counted in `skipped.saved_bytes`.
-        limited = equal_layers_run_twice(decoder_layers, kept_bytes)
+        limited = equal_layers_run_twice(layers(language_model(self._model)), kept_bytes)
         with ExitStack() as stack:
-            # First the changes to the model, then the modes of its forward pass.
+            # First the changes to the model, while tensors are real.
             stack.enter_context(packing(self._model))
             skipped = stack.enter_context(limited)
-            for count in counts.values():
+            for count in counts.values():  # hooks that notice when recomputed modules run
                 stack.enter_context(count.watching())
+            # Then the modes of its forward pass.
             for context in (mode, _traceable_experts(), cast, hooks):
                 stack.enter_context(context)
             functional_call(net, state, (ids,), keywords)
-        self._traced[tokens] = {
-            level: Activations(
-                kept=count.kept + skipped.saved_bytes[level], recomputed=count.most_recomputed
-            )
-            for level, count in counts.items()
-        }
-        return self._traced[tokens]
+        return skipped.saved_bytes
+
+
+def _made_tree(tokens: int) -> PackedTree:
+    """Return the layout of one sequence, with the parts that layers read from it.
+
+    `PackedTree` makes these when they are first read. A trace would read them in FakeTensorMode,
+    but they depend on values, which fake tensors lack.
+    """
+    tree = PackedTree(one_after_the_other([tokens]), torch.device("cpu"))
+    parts_for_layers = (tree.blocks, tree.recurrent.waves)
+    assert all(parts_for_layers)  # one block and one wave at least
+    return tree
 
 
 class _LevelCount:
@@ -342,66 +371,75 @@ def cached_layers(model: PreTrainedModel) -> list[CachedLayer]:
     Example: 2 heads of size 64 in 3 layers: ``[CachedLayer(token=256)] * 3``.
     """
     net = backbone(model)
-    # To save time only two layers of each kind run. The others are skipped and their caches stay
-    # empty. `twins` maps each of them to a layer of its kind that ran, whose cache is as large.
+    # To save time only two layers of each kind run. The others are skipped, so that their caches
+    # stay empty. `twins`: index of a skipped layer -> index of an equal one that ran.
     limited = equal_layers_run_twice(layers(language_model(model)))
     with limited as equal_layers, FakeTensorMode(), _traceable_experts(), torch.no_grad():
+        # The model may be on the meta device. Fake tensors have no memory either, and all of a
+        # forward pass must be fake.
         state: Mapping[str, Tensor] = {
             name: _fake(t) for name, t in (*net.named_parameters(), *net.named_buffers())
         }
         cache = DynamicCache(config=model.config)
-        ids = torch.zeros(1, 2, dtype=torch.long)
+        ids = torch.zeros(1, 2, dtype=torch.long)  # any few tokens: results are per token
         keywords = {"past_key_values": cache, "use_cache": True}
         functional_call(net, dict(state), (ids,), keywords)
-        return [
-            _measure_cache(layer, cache.layers[equal_layers.twins.get(n, n)])
-            for n, layer in enumerate(cache.layers)
-        ]
+        measured = []
+        for index, layer_cache in enumerate(cache.layers):
+            filled_index = equal_layers.twins.get(index, index)
+            measured.append(_measure_cache(layer_cache, cache.layers[filled_index]))
+        return measured
 
 
 def _measure_cache(layer_cache: Any, filled_cache: Any) -> CachedLayer:
-    """Return what a layer's cache holds.
+    """Return how many numbers a layer's cache holds; `CachedLayer` says in which format each is.
 
-    `filled_cache` is `layer_cache` itself, or that of an equal layer if this layer was skipped and
-    its cache is empty.
+    `filled_cache` is `layer_cache` itself. If the layer was skipped (of equal layers only two run),
+    its own cache is empty, and `filled_cache` is that of an equal layer.
     """
+
+    def count_numbers(name: str) -> int:
+        """Return the numbers of an attribute that has states by their names, if it exists."""
+        states: Mapping[Any, Tensor | None] = getattr(filled_cache, name, {})
+        return sum(state.numel() for state in states.values() if state is not None)
+
     keys, values = (getattr(filled_cache, name, None) for name in ("keys", "values"))
-    states: list[list[Tensor | None]] = [
-        [*getattr(filled_cache, name, {}).values()] for name in ("conv_states", "recurrent_states")
-    ]
-    convolution, recurrence = (
-        sum(t.numel() for t in tensors if t is not None) for tensors in states
-    )
     return CachedLayer(
-        # Keys and values are [1, heads, tokens, head size].
+        # Keys and values are [1, heads, tokens, head size]: numbers of one token.
         token=sum(t.shape[1] * t.shape[3] for t in (keys, values) if t is not None),
         window=layer_cache.sliding_window if getattr(layer_cache, "is_sliding", False) else None,
-        convolution=convolution,
-        recurrence=recurrence,
+        convolution=count_numbers("conv_states"),
+        recurrence=count_numbers("recurrent_states"),
     )
 
 
 def head_bytes(
     model: PreTrainedModel, tokens: int, *, budget_mb: int, autocast: bool, device: str
 ) -> int:
-    """Return the peak bytes of `tokens` sampled tokens' logprobs and their backward pass."""
+    """Return the peak bytes of `tokens` sampled tokens' logprobs and their backward pass.
+
+    As `head.py` computes them: tile by tile, a tile being some tokens and some entries of the
+    vocabulary. The logits of all tiles are kept for the backward pass if they are within
+    `budget_mb`.
+    """
     head: Any = model.get_output_embeddings()
     entries, hidden = head.weight.shape
-    number_bytes = 2 if autocast else head.weight.element_size()
-    tile_tokens, tile_logits = CPU_TILE if device == "cpu" else GPU_TILE
-    # A tile's tokens, and its vocabulary entries as in `head.py`.
-    rows = max(1, min(tile_tokens, tokens))
-    tile_bytes = rows * min(entries, max(1, tile_logits // rows)) * FLOAT32
-    logits_bytes, budget = tokens * entries * FLOAT32, budget_mb * 2**20
-    # Each tile has a product and two tensors computed from it (`TILES`). Within the budget the
-    # product is kept, and counts as part of the logits.
-    tiles_bytes = (TILES if logits_bytes > budget else TILES - 1) * tile_bytes
+    number_bytes = 2 if autocast else head.weight.element_size()  # of one number of the products
+    max_tile_tokens, tile_logits = CPU_TILE if device == "cpu" else GPU_TILE
+    tile_tokens = max(1, min(max_tile_tokens, tokens))
+    tile_entries = min(entries, max(1, tile_logits // tile_tokens))
+    tile_bytes = tile_tokens * tile_entries * FLOAT32_BYTES
+    logits_bytes, budget_bytes = tokens * entries * FLOAT32_BYTES, budget_mb * 2**20
+    kept_bytes = min(logits_bytes, budget_bytes)
+    # A tile needs three tensors: its logits, and two computed from them. Kept logits are counted in
+    # `kept_bytes` already.
+    is_kept = logits_bytes <= budget_bytes
+    tiles_bytes = (TILES - 1 if is_kept else TILES) * tile_bytes
     trained_numbers = head.weight.numel() if head.weight.requires_grad else 0
-    # The weight's gradient is summed in float32 and cast to the weight's format at the end.
-    cast_bytes = trained_numbers * number_bytes if number_bytes != FLOAT32 else 0
-    gradient_bytes = trained_numbers * FLOAT32
+    gradient_bytes = trained_numbers * FLOAT32_BYTES
+    # At the end the weight's gradient, summed in float32, is cast to another format beside it.
+    cast_bytes = trained_numbers * number_bytes if number_bytes != FLOAT32_BYTES else 0
     # Hidden states in the format of the products, and their gradient in float32.
-    states_bytes = tokens * hidden * (number_bytes + FLOAT32)
-    kept_bytes = min(logits_bytes, budget)
-    # `max`: the last tile is free when the gradient is cast.
+    states_bytes = tokens * hidden * (number_bytes + FLOAT32_BYTES)
+    # When the gradient is cast, the last tile is freed already: only the larger one counts.
     return kept_bytes + gradient_bytes + max(tiles_bytes, cast_bytes) + states_bytes

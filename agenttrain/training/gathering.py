@@ -79,17 +79,19 @@ def gather(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     packed_parts, total = _packed_parts(row_sharded)
     # [processes, bytes]: row r holds the parts of process r, one tensor after the other.
     buffers = _gather_buffers(row_sharded, packed_parts, total) if row_sharded else None
-    is_packed = [_is_row_sharded(tensor) for tensor in tensors]
-    unpacked_tensors = iter([tensor for tensor in tensors if not _is_row_sharded(tensor)])
+    # Of each tensor its place in the buffers, or the tensor itself if it is not there.
     part_places = iter(packed_parts)
+    sources: list[PackedPart | Tensor] = [
+        next(part_places) if _is_row_sharded(tensor) else tensor for tensor in tensors
+    ]
     # The buffers hold copies: tensors that the caller has cast for this call can be freed now.
     del tensors, row_sharded
-    for packed in is_packed:
-        if not packed or buffers is None:
-            yield full_tensor(next(unpacked_tensors))
+    for place in sources:
+        if isinstance(place, Tensor):
+            yield full_tensor(place)
             continue
-        place = next(part_places)
-        # [processes, numbers]: each process's rows of this tensor.
+        assert buffers is not None
+        # The bytes of each process's rows of this tensor, viewed as numbers: [processes, numbers].
         parts = buffers[:, place.offset : place.offset + place.size].view(place.dtype)
         # The parts lie apart in the buffers, so that `reshape` copies them, unless the tensor is
         # alone there. The last process's part may be padded: cut to the tensor's rows.

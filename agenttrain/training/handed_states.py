@@ -28,13 +28,18 @@ from agenttrain.training.transfers import to_device
 
 
 class HandedTree:
-    """Layout of this process's pieces as recurrent mixers need it (a `MixerLayout`).
+    """Runs recurrent layers on the tokens of a packed tree that this process holds.
 
-    A convolution fetches the last tokens before each piece from the processes that hold them. The
-    states of a scan go from chunk to chunk, and so from process to process.
+    The packed row of all tokens is cut into chunks, two for each process, and segments are cut into
+    pieces where a chunk ends (`ContextTree`). A layer calls `convolve` or `scan` in its forward
+    pass (it is a `MixerLayout`). All members of the group call them together:
 
-    Each layer calls `convolve` or `scan` in its forward pass. All members of the group call them
-    together.
+    - A convolution of K taps needs the K-1 tokens before each piece. If another process holds
+      them, it sends them; such tokens are called a tail.
+    - A scan computes the chunks in order. Before a chunk its process receives the states in which
+      the chunk's first segments start, from the processes with the chunks before.
+
+    t tokens of this process, C channels, f fetched tokens.
     """
 
     def __init__(self, tree: ContextTree, group: ContextGroup, device: torch.device) -> None:
@@ -49,10 +54,12 @@ class HandedTree:
     # Left out of torch.compile: the layout changes with the microbatch.
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
-        """Return the convolved states of this process's tokens, [1, C, t].
+        """Return the convolved states of this process's t tokens, [1, C, t].
 
-        Tokens of other processes that it reaches are fetched and put behind this process's own.
-        Their outputs are dropped.
+        The f tokens of other processes that the convolution reaches are fetched, and put behind
+        this process's own in one row. The row is convolved as a tree of its own, `tails.layout`:
+        there the fetched tokens are segments too, and the parents of the pieces that they precede.
+        Outputs of fetched tokens are dropped.
         """
         reach = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
         if reach not in self._tails:
@@ -68,17 +75,22 @@ class HandedTree:
             bias=convolution.bias,
             activation=convolution.activation,
         )
-        return tails.layout.convolve(local)[..., : len(rows_tC)]
+        convolved = tails.layout.convolve(local)  # [1, C, t + f]
+        return convolved[..., : len(rows_tC)]
 
+    # Left out of torch.compile, as `convolve`.
     @torch.compiler.disable
     def scan(self, scan: Scan) -> tuple[Tensor, None]:
-        """Return the output of this process's tokens, [1, t, …].
+        """Return the output of this process's tokens, [1, t, …], and None as their last state.
 
-        Raises ValueError for a scan that starts from a cache's state or keeps one for it.
+        `scan` is a layer's recurrence over tokens. The processes hand each other the states in
+        which their chunks start. Raises ValueError for a scan that starts from a cache's state, or
+        keeps its last state for one.
         """
         if scan.state is not None or scan.keeps:
             raise ValueError("a packed tree starts its sequences: it takes no cache")
         inputs = [tensor[0] for tensor in scan.inputs]
+        # A flat list, because autograd sees only tensors that are arguments themselves.
         output: Tensor = _HandedScan.apply(self, scan, len(inputs), *inputs, *scan.weights)
         return output[None], None
 
@@ -96,16 +108,22 @@ class HandedTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """One chunk of the tree, a part of the packed row that one process scans."""
+    """One chunk of the tree, a part of the packed row that one process scans.
+
+    A chunk consists of pieces of segments. A piece starts from the last state of the piece before
+    it. If that one is in an earlier chunk, its state is kept, or sent by the process that holds it.
+    """
 
     owner: int
+    """Rank of the process that holds the chunk."""
     tokens: slice
     """Indices of its tokens among those of the owner."""
     layout: RecurrentTree
-    """Its pieces. They start from the last states of `layout.earlier_parents`, which are pieces of
-    earlier chunks. Those of `layout.needed_later` leave last states that later chunks need."""
+    """Its pieces, as the `Segment`s of a packed row. `layout.earlier_parents` are the pieces of
+    earlier chunks from whose last states some start. `layout.needed_later` are those of its pieces
+    whose last states later chunks need."""
     sent: dict[int, tuple[Segment, ...]]
-    """Pieces whose last states other processes need, by process."""
+    """By rank of another process: the pieces whose last states the owner sends it."""
 
 
 def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
@@ -159,18 +177,20 @@ class _HandedScan(torch.autograd.Function):
         """Return the output of this process's tokens.
 
         `tensors` are `count` inputs of the scan, and then its weights. Every process goes through
-        all chunks in order. It receives the last states of other processes' chunks that its own
-        chunks start from. It scans its own chunks, and sends their last states to the processes
-        that need them.
+        all chunks of the packed row in order. A chunk consists of pieces, parts of segments. Of
+        another process's chunk it receives the last states of the pieces that its own chunks go
+        on from. It scans its own chunks, and sends last states to the processes that need them.
         """
         inputs, group = tensors[:count], handed.group
         like = handed.state_like(scan)
         states: dict[Segment, Tensor] = {}  # last states of pieces, received or computed here
-        sending = []  # works with the tensors that they read
+        # Sends in progress, each with its tensor, which has to live until the send is done.
+        sending = []
         outputs: list[Tensor] = []
         all_initial_states: list[Tensor] = []  # those of this process's chunks
         for chunk in handed.chunks:
-            awaited_segments = chunk.sent.get(group.rank)  # whose states the owner sends here
+            # `chunk.sent` says what the chunk's owner sends to each process: here, to this one.
+            awaited_segments = chunk.sent.get(group.rank)
             if awaited_segments:
                 rows = group.receive((len(awaited_segments), *like.shape), like, chunk.owner)
                 states |= dict(zip(awaited_segments, rows.unbind(), strict=True))
@@ -183,7 +203,7 @@ class _HandedScan(torch.autograd.Function):
             )
             outputs.append(output)
             states |= last_states
-            for rank, segments in chunk.sent.items():
+            for rank, segments in chunk.sent.items():  # this process is the owner
                 rows = torch.stack([last_states[segment] for segment in segments]).to(like.dtype)
                 sending.append((group.send(rows, rank), rows))
         for work, _ in sending:
@@ -215,7 +235,8 @@ class _HandedScan(torch.autograd.Function):
         like = handed.state_like(scan)
         total_gradients = [torch.zeros_like(tensor) for tensor in tensors]
         state_gradients: dict[Segment, Tensor] = {}  # gradient of each segment's last state
-        sending = []  # works with the tensors that they read
+        # Sends in progress, each with its tensor, which has to live until the send is done.
+        sending = []
         remaining = len(initial_states)  # those of chunks that are still to be computed
 
         def add(segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
@@ -323,10 +344,15 @@ class Tails:
 
 
 def make_tails(tree: ContextTree, reach: int, device: torch.device) -> Tails:
-    """Return what a convolution that reaches `reach` tokens back has to fetch.
+    """Return what a convolution that reaches `reach` tokens back fetches, and its layout.
 
-    These are tails: the last tokens of other processes' pieces. They are put behind the tokens of
-    this process's own pieces.
+    It fetches tails: the last tokens of other processes' pieces. They are put behind the tokens of
+    this process's own pieces in one row. The layout is a tree over that row: own pieces and tails
+    are segments, and a segment's parent is the one that comes before it in its sequences. So the
+    layout's `convolve` finds the tokens before each piece.
+
+    Example: this process holds 4 tokens, a piece b whose predecessor a is held by another one. With
+    a reach of 2 the row is ``b b b b a a``: a is Segment(4, 2), and b is Segment(0, 4, parent=a).
     """
     # needed[a][b]: tails that process a fetches from process b, as {piece: number of tokens}.
     needed = [_needed_tails(tree, rank, reach) for rank in range(tree.processes)]
@@ -344,8 +370,8 @@ def make_tails(tree: ContextTree, reach: int, device: torch.device) -> Tails:
     for piece in tree.pieces:  # parents before their children
         if piece in places:
             first, length = places[piece]
-            # A tail that is only a part of its piece has no parent: no convolution reaches further
-            # back than its first token.
+            # A tail that lacks its piece's first tokens is `reach` long, so that no convolution
+            # reaches beyond it: it needs no parent.
             is_whole = length == piece.length
             parent = segment_of.get(piece.parent) if is_whole and piece.parent else None
             segment_of[piece] = Segment(first, length, parent)
@@ -364,12 +390,14 @@ def make_tails(tree: ContextTree, reach: int, device: torch.device) -> Tails:
 def _needed_tails(tree: ContextTree, rank: int, reach: int) -> list[dict[TreePiece, int]]:
     """Return the tails that process `rank` fetches, by their owner: piece -> number of last tokens.
 
-    Its convolutions reach `reach` tokens back from each of its pieces.
+    A tail is the end of another process's piece. The convolutions of `rank` reach `reach` tokens
+    back from each of its pieces. The owner sends a tail's tokens in the order of the dict, and
+    `rank` expects them in this order.
     """
     tails: list[dict[TreePiece, int]] = [{} for _ in range(tree.processes)]
     for piece in tree.held[rank]:
         missing = reach  # tokens before the piece that are not found yet
-        for ancestor in piece.ancestors:
+        for ancestor in piece.ancestors:  # backwards from the piece, the nearest first
             if missing <= 0:
                 break
             length = min(missing, ancestor.length)
@@ -377,14 +405,16 @@ def _needed_tails(tree: ContextTree, rank: int, reach: int) -> list[dict[TreePie
                 longest = tails[ancestor.owner].get(ancestor, 0)
                 tails[ancestor.owner][ancestor] = max(longest, length)
             missing -= length
-    # Packed order: parents before their children.
+    # In packed order, the same for both sides. `segment.start` is a piece's packed position.
     return [dict(sorted(part.items(), key=lambda pair: pair[0].segment.start)) for part in tails]
 
 
 class _FetchTails(torch.autograd.Function):
     """Fetch tokens [f, C] of other processes; the backward pass sends their gradients back.
 
-    `tails` says which of this process's tokens [t, C] the others fetch, and how many it fetches.
+    They are tails: the last tokens before this process's pieces, which its convolutions reach.
+    `tails.sent` has indices of this process's t tokens that each other process fetches.
+    `tails.fetched` has the number of tokens that come from each process. C channels.
     """
 
     @staticmethod
@@ -404,7 +434,7 @@ class _FetchTails(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_fC: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this process's tokens [t, C] as inputs of other processes.
+        """Return the gradient of this process's tokens, [t, C], from those that fetched them.
 
         It is 0 for tokens that no process fetched. The gradients `gradient_fC` of the tokens that
         this process fetched go to their owners.

@@ -110,14 +110,17 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs and entropies, [S] each, tile by tile; with `keep`, save the logits.
 
-        `prepare` compiles the functions of a tile's arithmetic, or returns them as they are.
+        A tile is a block of the [S, V] logits, some tokens and some vocabulary entries. Sums over
+        the vocabulary are added up from tile to tile, so that only one tile is in memory. `prepare`
+        compiles the functions of a tile's arithmetic, or returns them as they are.
         """
         ctx.set_materialize_grads(False)  # the gradient of an output that nothing uses is None
         device = hidden_SH.device.type
         # As in torch's own layers, autocast leaves float64 alone.
         cast = torch.is_autocast_enabled(device) and hidden_SH.dtype is not torch.float64
-        type = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
-        product = _Product(hidden_SH, weight_VH, bias_V, type)
+        dtype = torch.get_autocast_dtype(device) if cast else hidden_SH.dtype
+        product = _Product(hidden_SH, weight_VH, bias_V, dtype)
+        # `exact`: fp32 at least, whatever the format of the products.
         statistics = _Statistics(labels_S, product.exact, prepare(_fold))
         logits_of_tiles = []
         for tokens, vocabulary in product.tiles():
@@ -125,16 +128,16 @@ class _LinearLogprobs(torch.autograd.Function):
             statistics.fold(logits, tokens, vocabulary)
             if keep:
                 logits_of_tiles.append(logits)
-        # With d = logit - highest: log sum exp(logit) = highest + log sum exp(d), and the entropy
-        # is -sum p log p = log sum exp(d) - sum p d. `exp_S` is sum exp(d), `product_S` is
-        # sum exp(d) d.
+        # With d = logit - highest the sums are exp_S = sum exp(d) and product_S = sum d exp(d), and
+        # p = exp(d) / exp_S. So log p = d - log exp_S, and the entropy -sum p log p is
+        # log exp_S - sum p d = log exp_S - product_S / exp_S.
         log_S = statistics.exp_S.log()
         normaliser_S = statistics.highest_S + log_S
         entropy_S = log_S - statistics.product_S / statistics.exp_S
         ctx.save_for_backward(
             hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *logits_of_tiles
         )
-        ctx.transform, ctx.type, ctx.prepare = transform, type, prepare
+        ctx.transform, ctx.dtype, ctx.prepare = transform, dtype, prepare
         return statistics.label_S - normaliser_S, entropy_S
 
     @staticmethod
@@ -142,11 +145,16 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_S: Tensor | None, grad_entropy_S: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, weight and bias, summed tile by tile."""
+        """Return the gradients of hidden states, weight and bias, summed tile by tile.
+
+        For each tile: d loss / d logits, from that d loss / d output of the head, and from that the
+        tile's parts of the three gradients. The tiles' logits were kept by `forward` (`keep`), or
+        are computed again.
+        """
         hidden_SH, weight_VH, bias_V, labels_S, normaliser_S, entropy_S, *logits_of_tiles = (
             ctx.saved_tensors
         )
-        product = _Product(hidden_SH, weight_VH, bias_V, ctx.type)
+        product = _Product(hidden_SH, weight_VH, bias_V, ctx.dtype)
         if grad_logprobs_S is None:
             grad_logprobs_S = torch.zeros_like(normaliser_S)
         # Sums over tiles, at least in fp32, or None for an input that needs no gradient. Autograd
@@ -159,10 +167,14 @@ class _LinearLogprobs(torch.autograd.Function):
             for tensor, needs_grad in zip(inputs, ctx.needs_input_grad, strict=False)
         ]
         sum_hidden_SH, sum_weight_VH, sum_bias_V = sums
-        tiles = iter(logits_of_tiles)
-        for tokens, vocabulary in product.tiles():
-            logits = next(tiles) if logits_of_tiles else ctx.transform(product(tokens, vocabulary))
-            gradient = ctx.prepare(_logits_gradient)(
+        kept_logits = iter(logits_of_tiles)  # empty unless `forward` kept them
+        logits_gradient = ctx.prepare(_logits_gradient)  # compiled, if `forward` compiles
+        for tokens, vocabulary in product.tiles():  # in the order of `forward`
+            if logits_of_tiles:
+                logits = next(kept_logits)
+            else:
+                logits = ctx.transform(product(tokens, vocabulary))
+            gradient = logits_gradient(
                 logits - normaliser_S[tokens, None],
                 entropy_S[tokens, None],
                 grad_logprobs_S[tokens, None],
@@ -173,11 +185,11 @@ class _LinearLogprobs(torch.autograd.Function):
             at_label = torch.where(is_inside, grad_logprobs_S[tokens], 0.0)
             gradient.scatter_add_(-1, index[:, None], at_label[:, None])
             # From d loss / d logits to d loss / d output of the head, which is before `transform`.
-            gradient.mul_(ctx.transform.slope(logits))
-            product_gradient = gradient.to(product.type)
+            gradient.mul_(ctx.transform.slope(logits))  # `slope`: d logits / d output
+            product_gradient = gradient.to(product.dtype)
             if sum_hidden_SH is not None:
                 _add_product(
-                    sum_hidden_SH[tokens], product_gradient, weight_VH[vocabulary].to(product.type)
+                    sum_hidden_SH[tokens], product_gradient, weight_VH[vocabulary].to(product.dtype)
                 )
             if sum_weight_VH is not None:
                 _add_product(
@@ -190,17 +202,17 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _Product:
-    """hidden @ weight.T + bias, tile by tile. Products are in `type`, results at least in fp32."""
+    """hidden @ weight.T + bias, tile by tile. Products are in `dtype`, results at least in fp32."""
 
     def __init__(
-        self, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, type: torch.dtype
+        self, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype
     ) -> None:
         """Choose the tokens and vocabulary entries of a tile for the device."""
-        self.type = type
+        self.dtype = dtype
         """Format in which the factors are multiplied."""
-        self.exact = torch.promote_types(torch.float32, type)
+        self.exact = torch.promote_types(torch.float32, dtype)
         """Format of the results."""
-        self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(type), weight_VH, bias_V
+        self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(dtype), weight_VH, bias_V
         on_cpu = hidden_SH.device.type == "cpu"
         tokens, logits = CPU_TILE if on_cpu else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
@@ -222,21 +234,25 @@ class _Product:
 
     def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:
         """Return the output of a tile, [C, N]."""
-        weight_NH = self.weight_VH[vocabulary].to(self.type)
+        weight_NH = self.weight_VH[vocabulary].to(self.dtype)
         output = _multiply(self.hidden_SH[tokens], weight_NH.T, self.exact)
         return output if self.bias_V is None else output + self.bias_V[vocabulary].to(self.exact)
 
 
 class _Statistics:
-    """Sums over the vocabulary entries of the tiles so far, for each token's softmax (`fold`)."""
+    """Sums over the vocabulary entries of the tiles so far, for each token's softmax (`fold`).
 
-    def __init__(self, labels_S: Tensor, type: torch.dtype, fold: Callable[..., None]) -> None:
-        """Begin with sums over no vocabulary entry, in the format `type`.
+    S tokens; a tile has C of them and N vocabulary entries. Of `exp_S` the softmax is made, and of
+    `product_S` its entropy.
+    """
+
+    def __init__(self, labels_S: Tensor, dtype: torch.dtype, fold: Callable[..., None]) -> None:
+        """Begin with sums over no vocabulary entry, in the format `dtype`.
 
         `fold` is the function `_fold`, perhaps compiled, which adds the logits of a tile.
         """
         self._fold = fold
-        zeros_S = torch.zeros(labels_S.shape, dtype=type, device=labels_S.device)
+        zeros_S = torch.zeros(labels_S.shape, dtype=dtype, device=labels_S.device)
         self.labels_S = labels_S
         self.highest_S = zeros_S + LOWEST
         """Highest logit."""
@@ -249,6 +265,7 @@ class _Statistics:
 
     def fold(self, logits: Tensor, tokens: slice, vocabulary: slice) -> None:
         """Add the logits [C, N] of a tile."""
+        # Slices are views of the sums: `_fold` changes these in place.
         self._fold(logits, self.highest_S[tokens], self.exp_S[tokens], self.product_S[tokens])
         index, is_inside = _in_tile(self.labels_S[tokens], vocabulary)
         label = logits.gather(-1, index[:, None])[:, 0]

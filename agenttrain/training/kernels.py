@@ -140,7 +140,8 @@ class _Counting(TorchFunctionMode):
         """Call a function of torch; count the kernel first if it is attention."""
         keywords = keywords or {}
         if function is scaled_dot_product_attention:
-
+            # With the signature of torch's function, so that Python finds the arguments it needs
+            # whether they are given by position or by name.
             def chosen_kernel(
                 query: Tensor,
                 key: Tensor,
@@ -150,8 +151,11 @@ class _Counting(TorchFunctionMode):
                 is_causal: bool = False,
                 **_: Any,
             ) -> Kernel:
-                """Return the kernel for a call's arguments, which Python matches to these names."""
-                states = in_format(query, key, value)
+                """Return the kernel that torch chooses for these arguments.
+
+                Scale and dropout have no influence: models are in evaluation mode here.
+                """
+                states = in_format(query, key, value)  # as autocast casts them within the call
                 return sdpa_kernel(*states, attn_mask, causal=is_causal)
 
             count_call(chosen_kernel(*arguments, **keywords))

@@ -174,22 +174,26 @@ class Scorer(nn.Module):
         `context` are the processes that compute microbatches together, if there are any. Raises
         UnsupportedModel and UnknownRouters.
         """
+        # `inside` calls a function of the model while its sharded weights are gathered.
         model, inside = self.model, self.inside
         check_head(model, device=device, inside=inside, key=self._key)
-        # Attention over several processes has kernels of its own.
-        reason = self._choose_packing(device, world or World(), may_use_varlen=context is None)
-        self.packed = reason is None
+        # This also sets `self.varlen`. Attention over several processes has kernels of its own.
+        why_not_packed = self._choose_packing(
+            device, world or World(), may_use_varlen=context is None
+        )
+        self.packed = why_not_packed is None
         name = type(model).__name__
         if context is not None:
-            check_context(self, reason, device, context, world or World())
-        if reason is not None and self._share_prefix is SharePrefix.always:
+            check_context(self, why_not_packed, device, context, world or World())
+        if why_not_packed is not None and self._share_prefix is SharePrefix.always:
             raise UnsupportedModel(
-                f"training.share_prefix=always: {name} cannot be packed: {reason}. Set "
+                f"training.share_prefix=always: {name} cannot be packed: {why_not_packed}. Set "
                 "training.share_prefix=auto."
             )
-        if reason is not None:
+        if why_not_packed is not None:
             warnings.warn(
-                f"{name} is trained with one forward pass per rollout: {reason}.", stacklevel=3
+                f"{name} is trained with one forward pass per rollout: {why_not_packed}.",
+                stacklevel=3,
             )
         # Least length of a shared prefix. None: prefixes are never shared.
         self.least_shared: int | None = None
@@ -199,11 +203,12 @@ class Scorer(nn.Module):
             self.least_shared = least_prefix(model.config.get_text_config().hidden_size)
         if self._replays_routes:
             self._check_passes(name)
+            # Raises UnknownRouters if the model's routers are of no class that can be replayed.
             self.replay = RouteReplay(inside(find_routers))
         self._run_trial(device, autocast, context)
         # The varlen kernel takes 16 bits: in float32 without autocast no layer called it.
         self.varlen = self.varlen and Kernel.varlen in self.kernels
-        release_gathered(self)
+        release_gathered(self)  # the trials gathered sharded weights
 
     def _run_trial(
         self,
@@ -211,10 +216,13 @@ class Scorer(nn.Module):
         autocast: AbstractContextManager[None] | None,
         context: ContextGroup | None,
     ) -> None:
-        """Compute a few made-up tokens in the chosen layout, and count the attention `kernels`.
+        """Compute a few made-up tokens in the chosen layout, packed or not.
 
-        Compiled layers are run too, and compared with the same layers uncompiled.
+        Attention calls are counted by kernel in `self.kernels`, which shows whether a layer used
+        the varlen kernel, and whether one has only a slow kernel (`check_kernels`). Compiled layers
+        are run too, and compared with the same layers uncompiled.
         """
+        # Processes that compute one microbatch together need two tokens each (`fill`).
         segments = TRIAL if context is None else fill(TRIAL, context.size)
         ids_T = trial_ids(self.model, device, segments)
         split = None if context is None else split_tree(segments, context)
@@ -222,6 +230,7 @@ class Scorer(nn.Module):
             ids_T = ids_T[split.tree.packed_positions().to(device)]
         with self._ready(), autocast or nullcontext():
             with torch.no_grad(), counting_calls() as self.kernels:
+                # `inside`: with the sharded weights gathered.
                 hidden_TH = self.inside(lambda _: self._hidden(ids_T, segments, split))
             if self.use_compile:  # settings refuse it beside a `context`
                 self._check_compiled(ids_T, hidden_TH)
@@ -266,8 +275,11 @@ class Scorer(nn.Module):
     def _check_compiled(self, ids_T: Tensor, hidden_TH: Tensor) -> None:
         """Run the trial forward and backward with compiled layers, which compiles them.
 
-        Raises UnsupportedModel if that fails, or if the hidden states differ from `hidden_TH`.
+        Raises UnsupportedModel if that fails, or if the hidden states differ from `hidden_TH`,
+        which the same layers gave uncompiled for the segments `TRIAL`.
         """
+        # Packed attention is called as it is: its layout changes with the microbatch, and it would
+        # be compiled again for each. From here on, because the next line compiles.
         exclude_from_compilation()
         trainable = [weight for weight in self.model.parameters() if weight.requires_grad]
         try:
@@ -279,8 +291,9 @@ class Scorer(nn.Module):
             reason = f"its hidden states differ by {gap.item():.2g} (relative)"
         except Exception as error:  # torch's compiler raises whatever its parts raise
             gap, reason = torch.tensor(torch.inf), f"{type(error).__name__}: {error}"
+        tolerance = 1e-4 if hidden_TH.dtype in EXACT else 5e-2  # in float32 or float64, else
         # Not `gap > …`: NaN has to count as a difference.
-        if not gap.item() <= (1e-4 if hidden_TH.dtype in EXACT else 5e-2):
+        if not gap.item() <= tolerance:
             raise UnsupportedModel(
                 f"training.compile=true: {type(self.model).__name__} cannot be compiled: {reason}. "
                 "Set training.compile=false."
@@ -545,8 +558,11 @@ def head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Return log softmax(transform(head(hidden))) at the labels, and the entropies, [S] each.
 
-    Logits within the budget are kept for the backward pass. Above it they are computed again there.
-    A head that is more than a linear layer (LoRA, hooks, a sharded weight) is called, in chunks.
+    S sampled tokens, H hidden, V vocabulary. A plain linear head is fused with the softmax. Its
+    logits are kept for the backward pass if they are within `logits_budget_mb`, else computed again
+    there. Any other head (LoRA, hooks, a sharded weight) is called as a module, on chunks of
+    tokens: at most CHUNK_LOGITS logits at once, computed again in the backward pass whatever the
+    budget, and never compiled.
     """
     # accelerate and others replace `forward` on the instance.
     has_hooks = head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head)
@@ -562,7 +578,8 @@ def head_logprobs(
             entropy_grad=entropy_grad,
             compile=compile,
         )
-    with torch.no_grad():  # a head of any class has its vocabulary's size in its output alone
+    # Classes of heads store the size of the vocabulary in different places: call the head to see.
+    with torch.no_grad():
         vocabulary = head(hidden_SH[:1]).shape[-1]
     size = max(1, CHUNK_LOGITS // vocabulary)
 
@@ -571,6 +588,7 @@ def head_logprobs(
         output_SV = head(hidden_SH)
         logits_SV = transform(output_SV.to(torch.promote_types(torch.float32, output_SV.dtype)))
         logprobs_SV = logits_SV.log_softmax(-1)
+        # Without an entropy bonus its graph would hold [S, V] more for nothing.
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             entropy_S = -(logprobs_SV.exp() * logprobs_SV).sum(-1)
         return logprobs_SV.gather(-1, labels_S[:, None])[:, 0], entropy_S
@@ -701,41 +719,55 @@ def trial_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     """Return the segments of the trial: `TRIAL`, or longer ones for a window or for scans.
 
     The trial is a short made-up tree of sequences. Computing it shows whether a model gives packed
-    sequences the same hidden states as separate ones.
+    sequences the same hidden states as separate ones. `TRIAL` is a sequence of its own, and a
+    prompt of six tokens with two branches. The longer tree::
 
-    The prompt is longer than the model's sliding window and than a chunk of its scans. After it, a
-    branch of two tokens is shorter than a convolution. Another branch goes on after a single token,
-    and crosses a chunk from the state there.
+        alone | prompt ─┬─ branch
+                        └─ single ── last
+
+    Its prompt is longer than the model's sliding window, and than a chunk, the tokens that a scan
+    computes at once.
     """
     config: Any = model.config.get_text_config()
     chunk = _scan_chunk(model)
     window = getattr(config, "sliding_window", None) or 0
-    # Length that the prompt exceeds. A window that is too long for a trial is not crossed.
+    # Length that the prompt exceeds. A window or chunk that is too long for a trial is left out.
     crossed = max(length for length in (0, chunk, window) if length <= LONGEST_CROSSED)
     if crossed <= PROMPT.length:
         return TRIAL
     alone = TRIAL[0]
-    prompt = Segment(alone.end, crossed + PROMPT.length)
-    branch = Segment(prompt.end, 2, prompt)
-    single = Segment(branch.end, 1, prompt)
-    last = Segment(single.end, chunk + 2 if chunk else 5, single)
+    prompt = Segment(start=alone.end, length=crossed + PROMPT.length)
+    branch = Segment(start=prompt.end, length=2, parent=prompt)  # shorter than a convolution
+    single = Segment(start=branch.end, length=1, parent=prompt)
+    # Starts from the state after the single token and is longer than a chunk. Without scans: any
+    # few tokens.
+    last_length = chunk + 2 if chunk else 5
+    last = Segment(start=single.end, length=last_length, parent=single)
     return (alone, prompt, branch, single, last)
 
 
 def gradient_segments(model: PreTrainedModel) -> tuple[Segment, ...]:
     """Return the segments of the trial's passes with gradients: `TRIAL`, or a tree for scans.
 
-    They are short and cross no window, because these passes keep activations for the backward pass.
-    In the tree one segment starts from a state, crosses a chunk and hands its last state on.
+    The trial is a short made-up tree of sequences, which a model computes packed and separately.
+    These segments are short and cross no window: passes with gradients keep their activations.
+    Recurrent layers get a tree with the ways in which a state may pass from segment to segment. It
+    begins, as `_has_leak` expects, with a sequence of its own and a prompt with two branches::
+
+        alone | prompt ─┬─ branch
+                        └─ single ── crossing ── last
     """
     chunk = _scan_chunk(model)
     if not chunk:
         return TRIAL
-    branch = Segment(PROMPT.end, 2, PROMPT)
-    single = Segment(branch.end, 1, PROMPT)
-    crossing = Segment(single.end, chunk + 2, single)
-    last = Segment(crossing.end, 5, crossing)
-    return (TRIAL[0], PROMPT, branch, single, crossing, last)
+    alone, prompt = TRIAL[:2]
+    branch = Segment(start=prompt.end, length=2, parent=prompt)  # shorter than a convolution
+    single = Segment(start=branch.end, length=1, parent=prompt)  # a state after a single token
+    # Starts from a state, and is longer than the tokens that a scan computes at once.
+    crossing = Segment(start=single.end, length=chunk + 2, parent=single)
+    # Starts from the state at the end of `crossing`. Five tokens: any few.
+    last = Segment(start=crossing.end, length=5, parent=crossing)
+    return (alone, prompt, branch, single, crossing, last)
 
 
 def _scan_chunk(model: PreTrainedModel) -> int:
@@ -861,19 +893,26 @@ def _input_gradient(
 ) -> Tensor:
     """Return the gradient of a sum of hidden states with respect to the embeddings, [T, H].
 
-    The sum weighs the hidden states from position `start` on. A hook adds a tensor of zeros to the
-    embeddings, and the gradient is taken with respect to that tensor.
+    It shows whether packing is right: the gradients of a packed pass must agree with those of
+    separate passes, and states from packed position `start` on must not depend on tokens of another
+    sequence before it. Hidden states before `start` are left out of the sum.
+
+    A hook adds a tensor of zeros to the embeddings, and the gradient is taken with respect to that
+    tensor.
     """
     table = model.get_input_embeddings()
     zeros_TH = table.weight.new_zeros(len(token_ids_T), table.weight.shape[1]).requires_grad_()
-    # Positions of the tokens of each forward pass, in the order of the passes.
+    # Packed positions of the tokens of each forward pass, in the order of the passes.
     positions_of_passes = [torch.arange(len(token_ids_T))]
-    if hidden is separate_hidden:
+    if hidden is separate_hidden:  # it runs one pass for each segment
         positions_of_passes = [packed_positions(segment) for segment in segments]
     passes = iter(positions_of_passes)
-    hook = table.register_forward_hook(
-        lambda _, __, output: output + zeros_TH[next(passes).to(zeros_TH.device)]
-    )
+
+    def add_zeros(_module: nn.Module, _inputs: Any, embeddings: Tensor) -> Tensor:
+        """Add the zeros of the next pass's tokens: the hook is called once in each pass."""
+        return embeddings + zeros_TH[next(passes).to(zeros_TH.device)]
+
+    hook = table.register_forward_hook(add_zeros)
     try:
         hidden_TH = hidden(model, token_ids_T, segments)
     finally:
@@ -931,12 +970,13 @@ class LengthLimits:
     """Limits with a set of frequencies for each longer length."""
 
     def kind(self, length: int) -> tuple[int, ...]:
-        """Return the kind of a length, which is equal for lengths with the same rotary frequencies.
+        """Return the kind of a length: equal for lengths with the same rotary frequencies.
 
-        Models change these for sequences longer than one of `self.long`, once, and with each token
-        beyond one of `self.dynamic`.
+        With LongRoPE (`self.long`) all lengths above a limit share one other set of frequencies.
+        With dynamic scaling (`self.dynamic`) every length above a limit has a set of its own.
 
-        Example: with long=(4096,) lengths 10 and 4096 are (0,), 4097 and 9000 are (1,).
+        Examples: with long=(4096,), lengths 10 and 4096 are (0,), 4097 and 9000 are (1,). With
+        dynamic=(4096,), lengths 10 and 4096 are (0,), 4097 is (1,), and 9000 is (4904,).
         """
         return (
             *(int(length > limit) for limit in self.long),
@@ -945,7 +985,11 @@ class LengthLimits:
 
 
 def length_limits(model: PreTrainedModel) -> LengthLimits:
-    """Return the length limits of a model's config. Most models have none."""
+    """Return the lengths above which a model's config changes its rotary frequencies (RoPE).
+
+    Other types of RoPE than LongRoPE and dynamic scaling use the same frequencies for sequences of
+    any length: they have no limit.
+    """
     config: Any = model.config.get_text_config()
     parameters: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     # One dict for all layers, or one for each type of layer.

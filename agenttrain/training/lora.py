@@ -61,9 +61,11 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | No
         _check_same_adapters(model, settings)
         conversions = getattr(model, CONVERSIONS, None) or ()
         patterns = [p for conversion in conversions for p in conversion.source_patterns]
+        # transformers converts names and shapes between files and model, and saving a model
+        # reverts the conversions that loading recorded. Loading adapters has replaced the model's
+        # record by the conversions of the adapters' file, whose names have peft's prefix. Without a
+        # record, saving uses the conversions of the model's family.
         if any(PEFT in pattern for pattern in patterns):
-            # transformers recorded the conversions of the adapters' file in place of the model's.
-            # Without a record, saving the model uses those of its family.
             setattr(model, CONVERSIONS, None)
     else:
         targets = _add_new_adapters(model, settings)
@@ -79,6 +81,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> LoraTargets | No
         )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
+    # peft gives other adapters the format of their layer's weight; that of 4 bits is bytes.
     _cast_adapters_of_4_bits(model)
     return targets
 
@@ -116,10 +119,14 @@ def describe_adapters(model: PreTrainedModel, targets: LoraTargets | None = None
 
     Example: ``adapters of rank 16: q_proj, o_proj, experts.down_proj; none: gate (a router)``.
     """
-    modules = (name.removesuffix(".weight").split(".") for name in adapted_weights(model))
-    # An expert's weight has the name of a dense layer's: tell them apart by the module's name.
-    ends = (".".join(parts[-2:] if EXPERTS in parts[-2:] else parts[-1:]) for parts in modules)
-    line = f"adapters of rank {model.peft_config[ADAPTER].r}: {', '.join(dict.fromkeys(ends))}"
+    adapted_names: dict[str, None] = {}  # each once, in order
+    for name in adapted_weights(model):
+        parts = name.removesuffix(".weight").split(".")
+        # Layers share the last part of a name. Of experts the part before is kept too, as in
+        # ``experts.down_proj``, because a dense layer may have a `down_proj` as well.
+        is_expert = EXPERTS in parts[-2:]
+        adapted_names[".".join(parts[-2:] if is_expert else parts[-1:])] = None
+    line = f"adapters of rank {model.peft_config[ADAPTER].r}: {', '.join(adapted_names)}"
     if targets is not None and targets.left_out:
         reasons = (f"{name} ({reason})" for name, reason in targets.left_out.items())
         line += f"; none: {', '.join(reasons)}"
@@ -204,14 +211,21 @@ def base_name(name: str) -> str:
 
 
 def adapted_weights(model: PreTrainedModel) -> dict[str, Any]:
-    """Return peft's layer of each adapted weight, by the weight's name without adapters."""
+    """Return peft's layer of each adapted weight, by the weight's name without adapters.
+
+    Example: ``{"model.layers.0.mlp.down_proj.weight": …, "….mlp.experts.down_proj": …}``. The first
+    is the weight of a linear module, the second a bare parameter that holds packed experts.
+    """
     from peft.tuners.lora import LoraLayer
 
-    return {
-        f"{base_name(name)}.{getattr(layer, 'parameter_name', 'weight')}": layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, LoraLayer)
-    }
+    layers = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, LoraLayer):
+            # peft's layer of a bare parameter stands in place of the module that holds it, and has
+            # the parameter's name.
+            parameter = getattr(layer, "parameter_name", "weight")
+            layers[f"{base_name(name)}.{parameter}"] = layer
+    return layers
 
 
 def delta(layer: Any, weight: Tensor) -> Tensor:
@@ -222,12 +236,15 @@ def delta(layer: Any, weight: Tensor) -> Tensor:
         return change
     # Packed experts: E experts, R rank, I inputs, O outputs. A row of the weight is an expert, but
     # a row of an adapter's matrix is not, so the matrices are gathered before they are sliced.
+    # peft stores A as [E * R, I] and B as [O, R * E], in this order of their factors.
     a, b = (full_tensor(m[ADAPTER].weight) for m in (layer.lora_A, layer.lora_B))
     rows = slice(*own_rows(weight))
     a_ERI = a.reshape(experts, -1, a.shape[-1])[rows]
     b_ORE = b.reshape(b.shape[0], -1, experts)[..., rows]
     change = torch.einsum("ore,eri->eoi", b_ORE, a_ERI) * layer.scaling[ADAPTER]
-    if not layer._did_swap_in_out_features:  # the weight is [experts, in, out]
+    # `change` is [experts, out, in]. For weights of this form peft has swapped its features; other
+    # weights are [experts, in, out].
+    if not layer._did_swap_in_out_features:
         change = change.transpose(1, 2)
     return like_part(weight, change)
 

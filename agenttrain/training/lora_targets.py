@@ -44,12 +44,15 @@ class LoraTargets:
 def choose_targets(
     model: PreTrainedModel, settings: LoraSettings, encoders: str | None = None
 ) -> LoraTargets:
-    """Return what gets adapters in a model that has none.
+    """Return the modules and parameters that get adapters, in a model that has none.
 
-    `encoders` is a pattern of modules beside the language model, which get none. Raises ConfigError
-    for names that the model does not have, or that peft would take for others.
+    With `all-linear` the result also has the linear layers that are left out, and why. `encoders`
+    is a pattern of modules beside the language model, which get none. Raises ConfigError for names
+    that the model does not have, and for names that peft takes for packed experts whatever module
+    has them (`_taken_for_experts`).
     """
-    # Without the layer's number, such as ``experts.down_proj``, each once.
+    # Packed experts: one weight [experts, …] for all experts of a layer. Each kind once, by the
+    # last two parts of the name: ``experts.down_proj`` for all ``….3.mlp.experts.down_proj``.
     packed = list(dict.fromkeys(".".join(n.split(".")[-2:]) for n in packed_experts(model)))
     parameters = settings.target_parameters
     if settings.targets == [ALL_LINEAR]:

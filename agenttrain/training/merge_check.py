@@ -76,10 +76,12 @@ def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> N
 
 @contextmanager
 def _random_adapter(layer: Any, weight: Tensor) -> Iterator[None]:
-    """Give an adapter random values within the block, of a change as large as its weight.
+    """Give an adapter random values inside the `with` block, and its own values again at the end.
 
-    They go into the matrix that is zero in a new adapter (`zero_matrix`). `delta` is the adapter's
-    change of its weight.
+    A new adapter changes nothing, so that merging it would prove nothing. The values go into the
+    matrix that is zero in a new adapter (`zero_matrix`), and are scaled so that the change of the
+    weight (`delta`) has the norm of the weight. `weight` is the layer's: in 4 bits it holds bytes,
+    and the numbers that these stand for count.
     """
     matrix = zero_matrix(layer)
     original = matrix.detach().clone()

@@ -84,13 +84,14 @@ class Minibatch:
 def top_entropy(
     sequences: Sequence[TrainingSequence], share: float, world: World
 ) -> dict[SequenceKey, Tensor]:
-    """Return the mask of the top `share` of tokens by entropy, [S] for each of `sequences`.
+    """Return the mask of the top `share` of tokens by entropy, [S] for each sequence with a weight.
 
-    Tokens of all processes are compared. Ties go to the earlier position, then to the rollout that
-    comes first by group and sample. So they do not depend on which process holds a rollout, or on
-    what is packed with it.
+    Sequences of weight 0 have no gradient: they are not compared, and get no mask. Tokens of all
+    processes are compared. Ties go to the earlier position, then to the rollout that comes first by
+    group and sample. So they do not depend on which process holds a rollout, or on what is packed
+    with it. N: tokens of all processes.
     """
-    # (sort key, entropies) of each sequence. The sort key is alike in every process.
+    # (sort key, entropies) of each sequence. The sort key is the same in every process.
     local: list[tuple[tuple[Any, ...], Tensor]] = [
         ((sequence.rollout.group_id, sequence.rollout.sample, sequence.key), sequence.old_entropy_S)
         for sequence in sequences
@@ -99,18 +100,20 @@ def top_entropy(
     # `gather` joins the lists of all processes. Each gives a list of one item: its `local`.
     by_rank = world.gather([local], "the entropies of an update")
     entropies = [entry for entries in by_rank for entry in entries]
-    numbers = {key: number for number, key in enumerate(sorted(key for key, _ in entropies))}
+    sorted_keys = sorted(key for key, _ in entropies)
+    number_of = {key: number for number, key in enumerate(sorted_keys)}
+    # A unique number for each token, by which ties are broken. It sorts by position in the sequence
+    # first, then by sequence: of 3 sequences, position 2 of the one with number 1 is 2 * 3 + 1.
+    places = [
+        torch.arange(len(entropy_S)) * len(sorted_keys) + number_of[key]
+        for key, entropy_S in entropies
+    ]
+    # `cat` needs a tensor even if there is no sequence.
     entropy_N = torch.cat([torch.zeros(0), *(entropy_S for _, entropy_S in entropies)])
-    # Unique numbers that sort by position in the sequence first, then by sequence.
-    place_N = torch.cat(
-        [
-            torch.zeros(0, dtype=torch.long),
-            *(torch.arange(len(e)) * len(numbers) + numbers[key] for key, e in entropies),
-        ]
-    )
+    place_N = torch.cat([torch.zeros(0, dtype=torch.long), *places])
     mask_N = top_entropy_mask(entropy_N, place_N, share)
     masks = mask_N.split([len(entropy_S) for _, entropy_S in entropies])
-    # This process's masks follow those of earlier processes.
+    # The masks are in the order of the ranks: take those of this process.
     first = sum(len(entries) for entries in by_rank[: world.rank])
     own_masks = masks[first : first + len(local)]
     sequence_keys = [sort_key[-1] for sort_key, _ in local]
@@ -134,14 +137,15 @@ def loss_inputs(
     device = logprobs_S.device
     kept_S = None
     if minibatch.top_entropy_masks is not None:
-        # The stand-in of a process without sequences has no token and no mask.
+        # A process without sequences computes a stand-in, which has no sampled token and no mask.
         masks = [
             minibatch.top_entropy_masks[sequence.key]
             for sequence in microbatch.sequences
             if sequence.sampled_length
         ]
         kept_S = to_device(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]), device)
-    behaviour_S = microbatch.behaviour_S
+    engine_S = microbatch.behaviour_S  # a microbatch has the logprobs of the engine alone
+    behaviour_S = engine_S
     if config.behaviour is Behaviour.recomputed:
         old = [s.old_logprobs_S for s in microbatch.sequences if s.old_logprobs_S is not None]
         # With one update per step the old policy was not scored: it is the current one.
@@ -158,7 +162,7 @@ def loss_inputs(
     return LossInputs(
         logprobs_S=logprobs_S,
         behaviour_S=behaviour_S,
-        engine_S=microbatch.behaviour_S,
+        engine_S=engine_S,
         ref_logprobs_S=microbatch.ref_logprobs_S,
         entropy_S=entropy_S,
         kept_S=kept_S,

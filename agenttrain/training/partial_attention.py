@@ -65,18 +65,19 @@ def attend_partially(
 ) -> tuple[Tensor, Tensor]:
     """Return the output [m, h, e] over these keys, and log sum exp of their scores, [m, h].
 
-    Query a attends to key b if b <= a + shift, within the window of `scoring`; to all keys if
-    `shift` is None. Sinks do not count here: see `add_sinks`.
+    m queries [m, h, d] with h heads, n keys [n, k, d] with k heads, values [n, k, e]. Query a
+    attends to key b if b <= a + shift, within the window of `scoring`; to all keys if `shift` is
+    None. Sinks do not count here: see `add_sinks`.
     """
     if _is_fused(query, value, scoring, shift):
         count_call(Kernel.flash)
-        states = _for_kernel(query, key, value)
+        states = _for_kernel(query, key, value)  # [1, heads, tokens, d]
         function: Any = _FORWARD[query.device.type]
-        dropout, causal = 0.0, shift is not None
+        dropout, causal = 0.0, shift is not None  # if not None it is 0 (`_is_fused`)
         output, lse, *_ = function(*states, dropout, causal, scale=scoring.scale)
         return output[0].transpose(0, 1), lse[0].transpose(0, 1)
     count_call(Kernel.tiles)
-    output, lse = nothing_yet(query, value)
+    output, lse = nothing_yet(query, value)  # `merge` adds each tile to them in place
     for queries, keys in _tiles(query.shape[0], key.shape[0], shift, scoring.window):
         scores, _ = _scores(query, key, scoring, shift, queries, keys)
         part_lse = scores.logsumexp(-1)
@@ -98,8 +99,9 @@ def partial_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, as far as they come from these keys.
 
-    `output` [m, h, e] is the attention's result over all keys of all processes, `lse` [m, h] log
-    sum exp of their scores, and `gradient` the gradient of `output`. Query a attends to key b if
+    m queries [m, h, d] with h heads, n keys [n, k, d] with k heads, values [n, k, e]. `output`
+    [m, h, e] is the attention's result over all keys of all processes, `lse` [m, h] log sum exp of
+    their scores, and `gradient` the gradient of `output`. Query a attends to key b if
     b <= a + shift, to all keys if `shift` is None.
     """
     if _is_fused(query, value, scoring, shift):
@@ -117,8 +119,11 @@ def partial_gradients(
     grad_output_product = (gradient * output).sum(-1)
     scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
     for queries, keys in _tiles(query.shape[0], key.shape[0], shift, scoring.window):
+        # Of a tile, [h, queries, keys]. `slope` is the derivative of the soft cap, 1 without one.
         scores, slope = _scores(query, key, scoring, shift, queries, keys)
         weights = (scores - lse[queries].T[..., None]).exp()
+        # `_by_query_head` repeats the k heads of keys for the h heads of queries; `_by_key_head`
+        # sums over these repetitions again.
         grad_by_head = gradient[queries].transpose(0, 1)
         grad_value[keys] += _by_key_head(weights.mT @ grad_by_head, value)
         grad_weights = grad_by_head @ _by_query_head(value[keys], query).to(exact).mT
@@ -184,12 +189,14 @@ def _fused_gradients(
     """Return the gradients of query, key and value by torch's FlashAttention.
 
     `states` are these three, `saved` are the output's gradient and the output, all [1, heads,
-    tokens, d]. `lse` [tokens, heads] is log sum exp of each query's scores over all its keys.
+    tokens, d]. The keys are only some of those that the queries attend to, but `output` and `lse`
+    [tokens, heads], the log sum exp of scores, are over all of them. The kernel computes a key's
+    weight as exp(score - lse), so that these keys get their share of the whole softmax.
     """
     query, key, value = states
     gradient, output = (tensor.to(query.dtype) for tensor in saved)
     lse_by_head = lse.T[None].contiguous()
-    if query.device.type == "cpu":
+    if query.device.type == "cpu":  # this kernel takes fewer heads of keys than of queries
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, *states, output, lse_by_head, 0.0, causal, scale=scoring.scale
         )
@@ -197,19 +204,22 @@ def _fused_gradients(
         # Heads of keys are repeated: the backward kernel takes as many as of queries.
         groups = query.shape[1] // key.shape[1]
         repeated = [state.repeat_interleave(groups, dim=1) for state in (key, value)]
-        unused = torch.zeros(2, dtype=torch.uint64, device=query.device)  # no dropout
+        no_lengths = None  # cumulative lengths of sequences: all have the same
+        no_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of a generator
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient,
             query,
             *repeated,
             output,
             lse_by_head.float(),
-            *(None, None),  # no cumulative lengths: all sequences have the same
+            no_lengths,  # of queries
+            no_lengths,  # of keys
             query.shape[2],
             key.shape[2],
             0.0,  # dropout
             causal,
-            *(unused, unused),  # the state of dropout's generator
+            no_state,  # seed of dropout
+            no_state,  # offset of dropout
             scale=scoring.scale,
         )
         grad_query, *grad_repeated = gradients

@@ -92,8 +92,10 @@ class Policy:
     """The trained model with its optimizer, reference and precision; scores and updates.
 
     `model` is the module that is trained. An engine in the same process samples from `sampler`,
-    which is `model` itself unless its weights are sharded. `step` counts finished steps. A step is
-    these calls, which all processes make together::
+    which is `model` itself unless its weights are sharded. Forward passes go through `_scorer`,
+    which maps packed sequences to logprobs, or `_wrapped`, the scorer in DDP or FSDP2 if there are
+    several processes. `step` counts finished steps. A step is these calls, which all processes make
+    together::
 
         score, kl_penalties, begin_step
         for each of minibatches:
@@ -136,7 +138,7 @@ class Policy:
         """Number of finished steps."""
         self.on_level: Callable[[ActivationCheckpointing], None] | None = None
         """Called with a higher level of activation checkpointing that the first step needs. None:
-        the level stays."""
+        the level stays. Set by the run if it may choose; None again after the first step."""
         # Settings.
         self.algorithm = algorithm
         self._config = optimizer
@@ -179,7 +181,7 @@ class Policy:
             entropy_grad=algorithm.has_bonus,
             share_prefix=training.share_prefix,
             compile=training.compile,
-            defer=True,
+            defer=True,  # `choose_layout` is called below, when the weights have been read
             vision=vision,
             replays_routes=algorithm.replays_routes,
             level=level,
@@ -211,13 +213,19 @@ class Policy:
             self._offload.to_host()
 
     def _read(self, weights: SlicedWeights) -> None:
-        """Read this process's part of the weights, and copy it to the reference and the sampler."""
+        """Read this process's part of the weights, and copy them to the reference and the sampler.
+
+        The scorer holds `model` itself. Models of their own, without storage so far, are the
+        sampler of a sharded policy, and the reference unless it is the policy without adapters.
+        """
         read_shards(weights, self._scorer, self.storage, self.world)
         if self._reference is not None:
             copy_weights(self._reference, self._scorer)
         if self.sampler is not self.model:
             give_storage(self.sampler, self.device)
             self.sampler.tie_weights()
+            # Scales of weights in 4 bits are buffers and never change: `refresh_sampler`, which is
+            # called after every update, copies parameters only.
             for target, source in zip(scales(self.sampler), scales(self.model), strict=True):
                 target.copy_(source)
             self.refresh_sampler()
@@ -281,14 +289,16 @@ class Policy:
     def _sequences(self, rollout: Rollout) -> list[TrainingSequence]:
         """Return a rollout's sequences.
 
-        Raises MissingRoutes if experts are to be replayed that the rollout does not have, or that
-        the model does not.
+        If the algorithm replays experts, raises MissingRoutes for a rollout without recorded
+        experts, and for recorded experts that the model does not have.
         """
+        # This raises if there is no record.
         sequences = make_sequences(rollout, replays_routes=self.algorithm.replays_routes)
         if self._scorer.replay is None:
             return sequences
         for sequence in sequences:
             assert sequence.routes is not None
+            # [positions with experts, layers, experts of a layer]
             problem = self._scorer.replay.routers.find_problem(sequence.routes.experts_RLK)
             if problem is not None:
                 raise MissingRoutes(
@@ -346,7 +356,8 @@ class Policy:
     def minibatch(self, sequences: Sequence[TrainingSequence]) -> Minibatch | None:
         """Return the minibatch of an update: `sequences` with their weights in the loss.
 
-        None in all processes if none of them has a gradient.
+        None in all processes if none of them has a gradient. All processes call this together:
+        counts are summed over them (`_sum_of_ranks`). Without sequences a process counts 0.
         """
         algorithm = self.algorithm
         tokens = self._sum_of_ranks(sum(sequence.sampled_length for sequence in sequences))
@@ -370,12 +381,15 @@ class Policy:
         minibatch = Minibatch(sequences=weighted_sequences, tokens=tokens)
         if self._sum_of_ranks(len(minibatch.trained_sequences(algorithm))) == 0:
             return None
-        trained_tokens = sum(s.sampled_length for s in weighted_sequences if s.weight > 0)
+        # The entropy bonus acts on the tokens that are trained: `tokens` without masked sequences
+        # and without tokens of low entropy.
+        local_bonus_tokens = sum(s.sampled_length for s in weighted_sequences if s.weight > 0)
         if algorithm.top_entropy < 1:
             masks = top_entropy(weighted_sequences, algorithm.top_entropy, self.world)
             minibatch.top_entropy_masks = masks
-            trained_tokens = sum(int(mask_S.sum()) for mask_S in masks.values())
-        minibatch.bonus_tokens = self._sum_of_ranks(trained_tokens)
+            local_bonus_tokens = sum(int(mask_S.sum()) for mask_S in masks.values())
+        minibatch.bonus_tokens = self._sum_of_ranks(local_bonus_tokens)
+        # The bonus is the mean entropy of these tokens: the loss adds up tokens, so divide here.
         minibatch.bonus = self._bonus.weight(algorithm) / max(minibatch.bonus_tokens, 1)
         return minibatch
 
@@ -401,7 +415,7 @@ class Policy:
         """Add the gradient of a microbatch's loss."""
         # Gradients are averaged over processes, but the loss is the sum over them.
         self.accelerator.backward(loss * self.accelerator.num_processes)
-        if self._masters is not None:
+        if self._masters is not None:  # move gradients in 16 bits to float32 sums
             self._masters.fold()
 
     def with_enough_memory(self, compute: Callable[[], Value]) -> Value:
@@ -465,10 +479,10 @@ class Policy:
             lacks_memory = lacks_reserve(peak, other_bytes, total)
             if self.world.max(float(lacks_memory), "the memory of the first update"):
                 self._raise_level()
-        self.on_level = None
+        self.on_level = None  # the level stays from here on
 
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
-        """Update the weights; return metrics.
+        """Update the weights; return metrics, each as this process's (sum, count).
 
         Raises BrokenUpdate in all processes, and changes no weight, if loss or gradient of one of
         them is not finite.
@@ -482,15 +496,27 @@ class Policy:
             route_metrics = self._route_mismatch(minibatch)  # by the weights before the update
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):  # else `score` did it
+        # Trajectories get the scores of their first forward pass in this step. If the algorithm
+        # needs them before the first update, `Policy.score` has stored them.
+        if minibatch.epoch == 0 and not needs_old_logprobs(self.algorithm):
             for batch, logprobs_S, entropy_S in minibatch.scores:
                 store_scores(batch.sequences, logprobs_S, entropy_S)
-        # A metric is the sum of all processes' (sum, count). The loss is summed over processes, not
-        # averaged: only the main process counts, as 1.
-        _, loss_count = self._from_main(1.0)
+        metrics = self._update_metrics(minibatch, losses.sum(), norm)
+        if minibatch.first:
+            metrics |= self._mismatch(minibatch) | route_metrics
+        return metrics
+
+    def _update_metrics(self, minibatch: Minibatch, loss: Tensor, norm: float) -> MetricParts:
+        """Return metrics of an update, and let the entropy bonus follow the entropy that it had.
+
+        A metric is (sum, count). Both are summed over processes later, and then divided. `loss` is
+        this process's, `norm` the gradient's norm, the same in all processes.
+        """
+        # The loss is the sum of the processes' losses, not their mean: the count is 1 in all.
+        loss_count = torch.tensor(float(self.accelerator.is_main_process), device=self.device)
         metrics = {
             "grad_norm": self._from_main(norm),
-            "loss": torch.stack((losses.sum(), loss_count)),
+            "loss": torch.stack((loss, loss_count)),
             "train/tokens": self._from_main(minibatch.tokens),
         }
         if self.algorithm.mask_truncated:
@@ -501,8 +527,6 @@ class Policy:
             total = float(self.accelerator.reduce(entropy, "sum"))
             self._bonus.observe(total / minibatch.bonus_tokens, self.algorithm)
             metrics["entropy_coef"] = self._from_main(self._bonus.coefficient)
-        if minibatch.first:
-            metrics |= self._mismatch(minibatch) | route_metrics
         return metrics
 
     def _route_mismatch(self, minibatch: Minibatch) -> MetricParts:
@@ -643,16 +667,20 @@ class Policy:
         if self._masters is not None:
             # The float32 copies, and the weights in float32, which have no copy.
             parameters = [p for group in self._masters.param_groups for p in group["params"]]
-            if self.world.size > 1 and self._sharding is None:  # sharded gradients are averaged
+            # DDP has averaged nothing: `microbatches` keeps it from that, because gradients are
+            # summed in the copies, which it does not know. FSDP2 has averaged sharded gradients.
+            if self.world.size > 1 and self._sharding is None:
                 for parameter in parameters:
                     if parameter.grad is not None:
                         parameter.grad = self.accelerator.reduce(parameter.grad, "mean")
         norm = full_tensor(self.accelerator.clip_grad_norm_(parameters, self._config.max_grad_norm))
-        # The loss scaler of fp16 provokes overflows on purpose and skips such updates by itself.
-        has_scaler = self.accelerator.scaler is not None
-        is_finite = bool(losses.isfinite().all()) and (bool(norm.isfinite()) or has_scaler)
-        # The norm is the same in all processes, the losses are not.
-        return None if self._sum_of_ranks(int(not is_finite)) else float(norm)
+        # The loss scaler of fp16 provokes overflows on purpose and skips such updates by itself: a
+        # norm that is not finite is then no error.
+        norm_is_fine = bool(norm.isfinite()) or self.accelerator.scaler is not None
+        is_broken = not (bool(losses.isfinite().all()) and norm_is_fine)
+        # The losses differ between processes. If one is broken, the update is broken for all.
+        broken_ranks = self._sum_of_ranks(int(is_broken))
+        return None if broken_ranks else float(norm)
 
     def _broken_update(self, losses: Tensor, minibatch: Minibatch) -> BrokenUpdate:
         """Return the error that names the rollouts or weights that broke an update."""
@@ -660,7 +688,11 @@ class Policy:
         trained_sequences = minibatch.trained_sequences(self.algorithm)
 
         def score_alone(sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
-            """Run one sequence forward and backward; return its loss and logprobs, [S]."""
+            """Run one sequence forward and backward; return its loss and logprobs, [S].
+
+            `find_culprits` then looks at its own gradient, which packed sequences would share. The
+            loss is the one of the update: `minibatch` has its masks and bonus.
+            """
             (microbatch,) = pack_evenly(
                 self._scorer,
                 [sequence],
@@ -669,13 +701,15 @@ class Policy:
                 peers=None,
                 context=self._context,
             )
+            # The gradient is not averaged over ranks: it is to be that of this sequence alone.
             with self.accelerator.no_sync(self._wrapped):
                 inputs = loss_inputs(
                     microbatch, *self.forward(microbatch), minibatch, self.algorithm
                 )
                 loss, _ = policy_loss(inputs, self.algorithm)
                 loss.backward()
-            # Members of a context group have a part of the gradient each. FSDP2 adds them up.
+            # Processes that compute the sequence together have a part of its gradient each. FSDP2
+            # has added the parts up in its backward pass.
             if self._context is not None and self._sharding is None:
                 self._context.add_gradients(self.model)
             return loss.detach(), inputs.logprobs_S.detach()

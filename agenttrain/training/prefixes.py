@@ -85,8 +85,9 @@ class Branch:
 def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
     """Return the prefix trees of sequences with these token ids, those with the longest first.
 
-    A branch of fewer than `least` tokens is not shared. With `least` None no branch is. Sequences
-    of equal length keep their order.
+    A branch of fewer than `least` tokens is not shared: its tokens are repeated in the branches
+    below it. With `least` None no branch is shared. Neither is any below DEEPEST levels, because
+    the recursion has to end. Sequences of equal length keep their order.
 
     Example: ``a b c d``, ``a b c e f`` and ``a g`` are one tree if `least` is 1::
 
@@ -106,34 +107,36 @@ def grow(ids: Sequence[Tensor], least: int | None) -> list[Branch]:
     def branches(places: range, start: int, depth: int = 0) -> Iterator[Branch]:
         """Yield the branches of the sequences at these `places` of the sorted order.
 
-        Their first `start` tokens are equal and belong to branches above.
+        Their first `start` tokens are equal and belong to branches above. ``common[p]`` is the
+        number of first tokens that the sequences at places p - 1 and p have in common. A branch of
+        fewer than `least` tokens is not shared.
 
-        Example: of ``a b c d``, ``a b c e f`` and ``a g`` the numbers of `common` tokens are 0 3 1.
-        Places 0 1 2 share ``a``. They have two parts, 0 1 with ``b c`` in common, and 2.
+        Example: ``a b c d``, ``a b c e f`` and ``a g`` are in sorted order, and `common` is 0 3 1.
+        Places 0 1 2 share ``a``. After it they have two parts, 0 1 with ``b c`` in common, and 2.
         """
-        if len(places) == 1 or depth == DEEPEST:  # one sequence, or too deep for a recursion
+        if len(places) == 1 or depth == DEEPEST:  # one sequence, or nothing is shared from here on
             for index in (order[place] for place in places):
                 yield Branch(start=start, end=len(ids[index]), ending=(index,))
             return
+        # Tokens that all have in common. Places whose sequence shares no more than these with the
+        # one before begin a new part.
         shared = min(common[place] for place in places[1:])
-        # Separate neighbours that have no more than this in common.
-        cuts = [places.start, *(p for p in places[1:] if common[p] == shared), places.stop]
-        parts = [range(a, b) for a, b in pairwise(cuts)]
+        part_starts = [places.start, *(p for p in places[1:] if common[p] == shared)]
+        parts = [range(a, b) for a, b in pairwise([*part_starts, places.stop])]
         if shared < start + least:  # too short to share: repeated in the branches below
             for part in parts:
                 yield from branches(part, start, depth + 1)
             return
-        # Sequences without a token of their own end with this branch.
-        ending = [p for p in places if len(ids[order[p]]) == shared]
-        # Each of them is a part by itself, which has no branch below.
-        longer = (part for part in parts if part.start not in ending)
+        # Sequences of just these tokens end with this branch. Such a sequence has no more tokens
+        # in common with its neighbours, so it is a part by itself, and nothing is left of it below.
+        ending = [place for place in places if len(ids[order[place]]) == shared]
+        longer_parts = [part for part in parts if part.start not in ending]
+        children = (b for part in longer_parts for b in branches(part, shared, depth + 1))
         yield Branch(
             start=start,
             end=shared,
             ending=tuple(sorted(order[place] for place in ending)),
-            children=tuple(
-                _by_length(b for part in longer for b in branches(part, shared, depth + 1))
-            ),
+            children=tuple(_by_length(children)),
         )
 
     return _by_length(branches(range(len(ids)), 0)) if ids else []

@@ -29,11 +29,11 @@ from agenttrain.training.sharding import full_tensor, like_part, local_part, own
 
 NF4 = "nf4"
 """bitsandbytes' name of the format."""
-BLOCK, SCALES = 64, 256
+BLOCK, SCALE_BLOCK = 64, 256
 """Numbers that share a scale, and scales that share a scale of their own."""
 VALUES, SCALE_VALUES = 16, 256
 """Entries of the tables of a number's values and of a scale's, in float32, which a layer keeps."""
-FLOAT32 = 4
+FLOAT32_BYTES = 4
 """Bytes of a number in float32."""
 
 # Not its warning that a kernel of the hub is missing, which only other layers than these would use.
@@ -43,10 +43,12 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 def nf4_bytes(numbers: int, *, double: bool) -> int:
     """Return the bytes that a weight of so many numbers takes in NF4.
 
-    `double`: the scales are in 8 bits, in blocks of 256 with a scale and one mean.
+    Each number is an index of 4 bits into a table of 16 values, and each block of 64 numbers has a
+    scale. Example: 1024 x 3072 numbers are 1,572,864 bytes of indices and 49,152 scales.
 
-    Example: 1024 x 3072 numbers: 1,572,864 bytes of indices and 49,152 scales, of 4 bytes each
-    1,769,536 bytes with the table; of 8 bits with 192 scales and a mean 1,623,876.
+    - not `double`: scales in float32. With the table (64 bytes): 1,572,864 + 196,608 + 64.
+    - `double`: scales in 8 bits, indices into a table of 256 values, with a scale in float32 for
+      each block of 256 scales and a mean: 1,572,864 + 49,152 + 64 + 768 + 4 + 1,024.
     """
     return ceil(numbers / 2) + scale_bytes(numbers, double=double)
 
@@ -55,8 +57,8 @@ def scale_bytes(numbers: int, *, double: bool) -> int:
     """Return the bytes of `nf4_bytes` that are not indices: scales, a mean, tables."""
     blocks = ceil(numbers / BLOCK)
     if not double:
-        return (blocks + VALUES) * FLOAT32
-    return blocks + (VALUES + ceil(blocks / SCALES) + 1 + SCALE_VALUES) * FLOAT32
+        return (blocks + VALUES) * FLOAT32_BYTES
+    return blocks + (VALUES + ceil(blocks / SCALE_BLOCK) + 1 + SCALE_VALUES) * FLOAT32_BYTES
 
 
 def layers_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
@@ -106,6 +108,9 @@ class QuantizedLinear(nn.Linear):
     values. `weight` has these indices, two in a byte: [out, in / 2] of uint8, a format that casts
     of the model leave alone. With double quantization the scales are bytes too, each an index into
     a table, with scales of their own.
+
+    If the layer is sharded, a process has some rows of `weight`. `forward` runs with the weight
+    gathered. Buffers, which hold the scales, are never sharded: they are those of all rows.
     """
 
     scales: Tensor
@@ -113,7 +118,7 @@ class QuantizedLinear(nn.Linear):
     values: Tensor
     """The 16 values that the indices stand for."""
     scale_scales: Tensor
-    """For scales in 8 bits: the scale of each `SCALES` of them."""
+    """For scales in 8 bits: the scale of each `SCALE_BLOCK` of them."""
     scale_values: Tensor
     """For scales in 8 bits: the table of values that they are indices of."""
     scale_mean: Tensor
@@ -124,6 +129,7 @@ class QuantizedLinear(nn.Linear):
 
         `double`: the scales are in 8 bits.
         """
+        # Without storage: weight and bias are replaced below.
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.bias = linear.bias
         self.dtype = linear.weight.dtype
@@ -140,7 +146,7 @@ class QuantizedLinear(nn.Linear):
         # Buffer -> (length, format).
         shapes = {"scales": (blocks, scale_format), "values": (VALUES, torch.float32)}
         if double:
-            shapes["scale_scales"] = (ceil(blocks / SCALES), torch.float32)
+            shapes["scale_scales"] = (ceil(blocks / SCALE_BLOCK), torch.float32)
             shapes["scale_values"] = (SCALE_VALUES, torch.float32)
             shapes["scale_mean"] = (1, torch.float32)
         for name, (length, dtype) in shapes.items():
@@ -151,7 +157,7 @@ class QuantizedLinear(nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
         """Move the layer. Its scales and tables keep their formats, which bitsandbytes expects."""
         original = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # moves, but also casts, for example to bfloat16
         for name, buffer in self._buffers.items():
             uncast = original[name]
             if buffer is not None and uncast is not None and buffer.dtype != uncast.dtype:
@@ -160,16 +166,23 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def store_scales(self, scales_B: Tensor) -> None:
-        """Store the scale of each block of the whole weight, in float32, as bitsandbytes does."""
+        """Store the scales of the weight, one for each of its B blocks, and the tables.
+
+        `scales_B` are in float32. With double quantization they are stored in 8 bits, with a mean
+        and scales of their own, as bitsandbytes does.
+        """
         functional = import_module("bitsandbytes.functional")
+        # The 16 values of NF4, the same for all weights.
         self.values.copy_(functional.get_4bit_type(NF4, device=scales_B.device))
-        if self.has_double_scales:
-            mean = scales_B.mean()
-            scales_B, state = functional.quantize_blockwise(scales_B - mean, blocksize=SCALES)
-            self.scale_scales.copy_(state.absmax)
-            self.scale_values.copy_(state.code)
-            self.scale_mean.copy_(mean)
-        self.scales.copy_(scales_B)
+        if not self.has_double_scales:
+            self.scales.copy_(scales_B)
+            return
+        mean = scales_B.mean()
+        indices_B, state = functional.quantize_blockwise(scales_B - mean, blocksize=SCALE_BLOCK)
+        self.scales.copy_(indices_B)
+        self.scale_scales.copy_(state.absmax)
+        self.scale_values.copy_(state.code)
+        self.scale_mean.copy_(mean)
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by the dequantised weight, which autograd does not keep."""
@@ -194,7 +207,7 @@ class QuantizedLinear(nn.Linear):
         """Return bitsandbytes' description of scales in 8 bits."""
         state = import_module("bitsandbytes.functional").QuantState
         return state(
-            self.scale_scales, code=self.scale_values, blocksize=SCALES, dtype=torch.float32
+            self.scale_scales, code=self.scale_values, blocksize=SCALE_BLOCK, dtype=torch.float32
         )
 
     @torch.no_grad()
@@ -206,6 +219,8 @@ class QuantizedLinear(nn.Linear):
         if self.has_double_scales:
             scales_B = functional.dequantize_blockwise(scales_B, self._scale_state())
             scales_B = scales_B + self.scale_mean
+        # Scales are those of all rows: take those of this process's. No `code`, which only
+        # `matmul_4bit` reads: `dequantize_4bit` knows the 16 values by `quant_type`.
         state = functional.QuantState(
             scales_B[rows.start * self.row_blocks : rows.stop * self.row_blocks],
             shape=torch.Size((len(packed), self.in_features)),

@@ -47,25 +47,36 @@ tokens, nothing shared, take 7.1 CPU seconds so, and 8.1 to 9.3 in waves of any 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Segments that are scanned in one call."""
+    """Segments that are scanned in one call, as rows of a batch.
+
+    Waves run one after the other, because a segment starts from the last state of its parent, which
+    is in an earlier wave. Only states that children start from are kept: those of waves that
+    `keeps`, wave by wave and in the order of `segments`.
+    """
 
     segments: tuple[Segment, ...]
     length: int
     """Tokens of the longest segment."""
     rows: PaddedRows
+    """How the segments' tokens are padded to rows of this length."""
     parents: tuple[int, ...]
-    """Index of each segment's first state among the last states of all waves so far. Empty: the
-    segments start from zeros."""
+    """For each segment the state that it starts from: the index among the states kept so far. In a
+    chunk the states of earlier chunks' segments come first. Empty: all segments start from zeros.
+    """
     keeps: bool
-    """True if segments of later waves start from the last states of these."""
+    """True if later segments start from the last states of these, which are then kept."""
 
 
 class RecurrentTree:
     """Layout of packed segments as recurrent mixers need it (a `MixerLayout`).
 
-    Each recurrent layer of a forward pass calls `convolve` or `scan`. A convolution runs over an
-    extended row, in which the last tokens of its prefix stand before each segment. A scan runs in
-    waves of segments, which start from the last states of their parents.
+    Each recurrent layer of a forward pass calls `convolve` or `scan`:
+
+    - A convolution runs over an extended row of U columns, the T packed tokens and before each
+      segment a copy of the last tokens of its prefix. A `Halo` says which column is which.
+    - A scan carries a state from token to token. It runs in waves: the segments of a `Wave` are
+      the rows of one call, and start from the states in which their parents ended. Tokens are put
+      in the order of the waves for it, and back.
     """
 
     def __init__(
@@ -78,14 +89,14 @@ class RecurrentTree:
     ) -> None:
         """Take segments that follow each other in the packed row.
 
-        The row may be one of several chunks. `earlier_parents` are segments of earlier chunks, from
-        whose last states some of these segments start. `needed_later` are those of these segments
-        whose last states later chunks need.
+        The row may be one of several chunks, which are scanned one after the other. Then
+        `earlier_parents` are the segments of earlier chunks from whose last states some `segments`
+        start. `needed_later` are the `segments` from whose last states later chunks start.
         """
         self.segments, self.device = tuple(segments), device
         self.earlier_parents, self.needed_later = tuple(earlier_parents), frozenset(needed_later)
         self._halos: dict[int, Halo] = {}
-        """Cached by the number of a convolution's taps."""
+        """Number of a convolution's taps -> the copies of tokens that it needs before segments."""
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
@@ -101,18 +112,21 @@ class RecurrentTree:
 
     @cached_property
     def _order(self) -> tuple[Tensor, Tensor] | None:
-        """[T] Packed positions of the tokens in the order of waves, and the inverse permutation.
+        """The order in which a scan takes the T tokens, and its inverse, [T] each.
 
-        These are the `sources` and `places` of `Select`. None if both orders are the same.
+        A scan takes segments wave by wave: those of a `Wave` are scanned in one call. The first
+        tensor has the packed position of each token in this order, the second the place in this
+        order of each packed token. Example: segments of 1 and 2 tokens in two waves, the second one
+        first: 1 2 0, and 2 0 1. None if the packed order is the same.
         """
         in_waves = [segment for wave in self.waves for segment in wave.segments]
         if in_waves == list(self.segments):
             return None
-        order = torch.cat([torch.arange(segment.start, segment.end) for segment in in_waves])
-        order -= self.segments[0].start
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
-        return to_device(order, self.device), to_device(inverse, self.device)
+        packed_T = torch.cat([torch.arange(segment.start, segment.end) for segment in in_waves])
+        packed_T -= self.segments[0].start  # the row may be a later chunk of a longer one
+        places_T = torch.empty_like(packed_T)
+        places_T[packed_T] = torch.arange(len(packed_T))
+        return to_device(packed_T, self.device), to_device(places_T, self.device)
 
     # Left out of torch.compile: the layout changes with the microbatch.
     @torch.compiler.disable
@@ -121,7 +135,7 @@ class RecurrentTree:
 
         T tokens with the copies between them (or zeros) are the U columns of an extended row.
         """
-        _record_first(convolution)
+        _record_first(convolution)  # for `recorded_calls`, which checks kernels
         taps = convolution.weight.shape[-1]
         if taps not in self._halos:
             self._halos[taps] = make_halo(self.segments, taps, self.device)
@@ -136,19 +150,22 @@ class RecurrentTree:
 
     @torch.compiler.disable
     def scan(self, scan: Scan) -> tuple[Tensor, None]:
-        """Return the output of the packed row, [1, T, …].
+        """Return the output of the packed row, [1, T, …], and None as its last state.
 
-        Raises ValueError for a scan that starts from a cache's state or keeps one for it.
+        The segments are scanned wave by wave (`Wave`), each from the last state of its parent.
+        Raises ValueError for a scan that starts from a cache's state, or keeps its last state for
+        one.
         """
         if scan.state is not None or scan.keeps:
             raise ValueError("a packed tree starts its sequences: it takes no cache")
-        _record_first(scan)
+        _record_first(scan)  # for `recorded_calls`, which checks kernels
         scan_wave: Any = scan
         if torch.is_grad_enabled() and not is_kernel(scan.function):
-            # transformers' torch code keeps about ten times its inputs for the backward pass, which
-            # computes the scan again instead.
+            # transformers' torch code would keep about ten times its inputs for the backward pass.
+            # With `checkpoint` that pass computes the scan again.
             scan_wave = partial(checkpoint, scan, use_reentrant=False, preserve_rng_state=False)
-        packed, _ = self.scan_waves(scan_wave, [tensor[0] for tensor in scan.inputs], ())
+        inputs = [tensor[0] for tensor in scan.inputs]
+        packed, _ = self.scan_waves(scan_wave, inputs, states=())  # no earlier chunks
         return packed[None], None
 
     def scan_waves(
@@ -164,7 +181,7 @@ class RecurrentTree:
         sizes = [wave.rows.scatter.numel() for wave in self.waves]  # tokens of each wave
         inputs = []
         for tensor in tensors:
-            # None: every token is selected.
+            # To the order of the waves. None: every token is selected.
             tokens = tensor if order is None else Select.apply(tensor, *order, None)
             inputs.append(tokens.split(sizes))  # a piece for each wave
         # Last states of the segments so far, from which their children start.
@@ -184,7 +201,7 @@ class RecurrentTree:
                 last_states |= dict(zip(wave.segments, rows, strict=True))
             outputs.append(_unpad(wave, output.flatten(0, 1)))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if order is not None:
+        if order is not None:  # back to the packed order
             packed = Select.apply(packed, *reversed(order), None)
         return packed, {
             segment: state for segment, state in last_states.items() if segment in self.needed_later

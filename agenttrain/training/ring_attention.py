@@ -64,9 +64,12 @@ class _RingAttention(torch.autograd.Function):
     ) -> Tensor:
         """Merge the attention to the keys of each process as they come round.
 
-        `tree.calls` says which of this process's queries attend to which of those keys.
+        `tree.calls` says which of this process's queries attend to which keys of the process
+        `source`, as slices: query a of a slice attends to key b of the other if b <= a + `shift`,
+        or to all keys if `shift` is None.
         """
         size = key.shape[-1]
+        # Autocast would cast the sums over processes to 16 bits.
         with torch.autocast(query.device.type, enabled=False):
             # Output, and log sum exp of the scores, over the keys so far.
             output, lse = nothing_yet(query, value)
@@ -81,6 +84,7 @@ class _RingAttention(torch.autograd.Function):
                         scoring,
                         call.shift,
                     )
+                    # In place: slices are views of `output` and `lse`.
                     merge(output[call.queries], lse[call.queries], *part)
             if sinks is not None:
                 add_sinks(output, lse, sinks)
@@ -92,7 +96,12 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys and values round again, and with them the sum of their gradients."""
+        """Send keys and values round again, and with them the sum of their gradients.
+
+        In each round this process has the keys and values of the process `source`, and the sum of
+        their gradients so far. It adds the gradients that come from its own queries. `tree.calls`
+        are as in `forward`.
+        """
         query, key, value, sinks, output, lse = ctx.saved_tensors
         tree, group, scoring = ctx.tree, ctx.group, ctx.scoring
         size, exact, gradient = key.shape[-1], lse.dtype, gradient.contiguous()
@@ -116,9 +125,9 @@ class _RingAttention(torch.autograd.Function):
                     )
                     grad_query[q] += parts[0]
                     grad_states[k] += torch.cat(parts[1:], dim=-1)
-                # Send the sum on, to the process that gets these keys next. After the last of n
-                # steps this hop brings it home to the process that has the keys.
-                *_, (_, grad_states) = _circulate(grad_states, tree, group, source, hops=1)
+                # The sum goes on to the process that gets these keys next. After the last of n
+                # rounds that is the process that holds them. Here comes the sum of the next round.
+                grad_states = _send_on(grad_states, tree, group, source)
             grad_sinks = None
             if sinks is not None:
                 grad_sinks = sink_gradient(output, lse, gradient, sinks).to(sinks.dtype)
@@ -130,6 +139,12 @@ class _RingAttention(torch.autograd.Function):
             grad_sinks,
             *(None, None, None),  # tree, group and scoring have no gradient
         )
+
+
+def _send_on(states: Tensor, tree: ContextTree, group: ContextGroup, source: int) -> Tensor:
+    """Send states, those of process `source`, to the next process; return the previous one's."""
+    *_, (_, received) = _circulate(states, tree, group, source, hops=1)
+    return received
 
 
 def _circulate(
@@ -145,7 +160,7 @@ def _circulate(
     times that they are sent on (None: until this process has seen all). They travel while the
     caller computes. Example: rank 2 of 3 yields the states of 2, then of 1, then of 0.
     """
-    source = group.rank if source is None else source
+    source = group.rank if source is None else source  # process whose states are here
     next_rank, previous_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     if hops is None or group.size == 1:  # a process alone sends nothing
         hops = group.size - 1

@@ -19,18 +19,21 @@ from agenttrain.training.transfers import to_device
 
 
 class Select(torch.autograd.Function):
-    """Select tokens by position.
+    """Select tokens by position: ``result[i] = tokens[sources[i]]``.
 
-    `sources` [selected] is the position of each selected token, `places` [tokens] the index at
-    which each token was selected. `unselected` are the positions of tokens that were not, if any:
-    their `places` may be any index. `blanks` are the indices of the result that are zero, if any.
+    `places` is the way back, for the gradient: ``result[places[t]]`` is token t. Arguments:
 
-    For a token that is selected several times, only the place in `places` contributes to its
-    gradient. That is exact where the other places are padding, to which nothing attends and whose
-    outputs are dropped, or blank.
+    - `sources` [selected]: the position among the tokens of each row of the result.
+    - `places` [tokens]: the row of the result whose gradient becomes the token's.
+    - `unselected`: positions of tokens that are in no row, if any. Their gradient is 0, and their
+      `places` may be any row.
+    - `blanks`: rows of the result that are set to zero, if any.
+
+    A token may be in several rows, but gets the gradient of one. That is exact if the others are
+    padding: their outputs are dropped and nothing attends to them, so that their gradient is 0.
 
     Example: of tokens a b c, `sources` 2 0 2 select c a c. With `places` 1 0 0 and `unselected` 1,
-    c has the gradient of the first c, and b none.
+    a has the gradient of row 1, c that of row 0, and b none.
     """
 
     @staticmethod
@@ -42,10 +45,11 @@ class Select(torch.autograd.Function):
         unselected: Tensor | None,
         blanks: Tensor | None = None,
     ) -> Tensor:
-        """Return the tokens at positions `sources`, [selected, …], and zeros at indices `blanks`.
+        """Return the tokens at positions `sources`, [selected, …], with zeros in rows `blanks`.
 
-        `places` and `unselected` are for the backward pass: for each token the one selected index
-        whose gradient counts, and the positions of tokens without a gradient.
+        `places` and `unselected` are for the backward pass: for each token the row of the result
+        whose gradient it gets, and the positions of tokens that are in no row. Other rows with the
+        same token are padding, whose gradient is zero.
         """
         ctx.places, ctx.unselected = places, unselected
         selected = tokens.index_select(0, sources)

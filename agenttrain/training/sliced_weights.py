@@ -201,24 +201,36 @@ def _check_format(where: str, weight: Tensor, stored: StoredTensor) -> None:
 class SlicedWeights:
     """Where each weight of a model is in the files of a folder.
 
-    With it, each process of a sharded policy or teacher reads only the rows that it holds: `fill`
-    reads them, and `check_copies` then compares the files of several machines.
+    With it, each process of a sharded policy or teacher reads only the rows that it holds.
+    `read_shards` makes these calls, in all processes:
+
+    1. `fill` reads this process's rows, and packs those that are stored in 4 bits.
+    2. `share_scales` gives every process the scales of all rows in 4 bits.
+    3. `check_copies` compares the files of several machines.
+
+    A weight is a tensor of the files, or transformers makes it of several (`Conversion`), which
+    this class does with transformers' own converters.
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, rank: int = 0) -> None:
-        """Find the weights of `model`, which has no adapters yet. Raises WrongWeights."""
+        """Find each weight of `model`, which has no adapters yet, in the files of `folder`.
+
+        Raises WrongWeights, in which `rank` names this process.
+        """
         self.folder, self.rank = folder, rank
         self._own_scales: dict[str, Tensor] = {}
         """Name of a weight in 4 bits -> the scales of this process's rows, which `fill` reads."""
         try:
-            self._stored = stored_tensors(folder)
+            self._stored = stored_tensors(folder)  # by name; `_find_sources` reads it
         except (BadTensorFile, OSError) as error:
             raise WrongWeights(f"rank {rank}: {error}") from error
         self._model = model
         self._sources = {source.name: source for source in self._find_sources(model)}
-        tied = set(model.all_tied_weights_keys) | set(model.all_tied_weights_keys.values())
+        """Name of a weight -> what it is read from: a tensor of the files, or several that
+        transformers converts."""
         for name, weight in model.named_parameters(remove_duplicate=False):
-            if name in self._sources or (name in tied and self._tied_source(name) is not None):
+            # Files hold tied weights under one of their names.
+            if name in self._sources or self._tied_source(name) is not None:
                 continue
             raise WrongWeights(
                 f"rank {rank}: {folder}: none of its {len(self._files)} safetensors files holds "
@@ -238,7 +250,11 @@ class SlicedWeights:
         return next(sources, None)
 
     def _find_sources(self, model: PreTrainedModel) -> Iterator[WeightSource]:
-        """Yield the source of each weight and buffer, matching names as transformers does."""
+        """Yield the source of each weight and buffer, matching names as transformers does.
+
+        transformers has two kinds of transforms from files to a model: renamings, of a weight's
+        name alone, and converters, which make weights of several tensors.
+        """
         transforms = get_model_conversion_mapping(model)
         renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
         converters = [
@@ -252,11 +268,14 @@ class SlicedWeights:
         for key in sorted(self._stored, key=dot_natural_key):
             # The weight's name in the model, and the pattern of a converter that needs this tensor.
             name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if name not in state and key in state:  # the renaming is meant for other files
+            # Some renamings are meant for files of another version: these have the model's names.
+            if name not in state and key in state:
                 name, pattern = rename_source_key(key, [], [], prefix, state)
             if name not in state:
                 continue  # as transformers does: weights of another task
-            if pattern is not None:  # one of several tensors of which a converter makes weights
+            if pattern is not None:
+                # One of the tensors of a conversion. transformers gives all of them the name of the
+                # first weight that the conversion makes.
                 sources_of.setdefault(name, []).append((pattern, self._stored[key]))
                 continue
             self._check(name, state[name], self._stored[key].shape, self._stored[key])
@@ -265,7 +284,8 @@ class SlicedWeights:
         model._weight_conversions = [transform for transform in transforms if transform.was_used()]
         # Convert shapes alone, on the meta device, to see which weights each conversion makes.
         for first_name, sources in sources_of.items():
-            converter = by_pattern[sources[0][0]]
+            first_pattern, _ = sources[0]
+            converter = by_pattern[first_pattern]  # each pattern belongs to one converter
             conversion = Conversion(converter=converter, sources=tuple(sources), first=first_name)
             weights = self._convert(conversion, conversion.sources, torch.device("meta"))
             for name, tensor in weights.items():
@@ -331,19 +351,20 @@ class SlicedWeights:
         """Read rows of a weight into `into`, which has the weight's format."""
         source = weight.source
         if isinstance(source, StoredTensor):
-            read_rows(source, rows.start, rows.stop, into)
+            read_rows(source, rows.start, into)
             return
         if rows.stop == rows.start:
             return
         sources, start = source.sources, rows.start
-        if source.by_expert:  # a row is an expert: read the tensors of these experts alone
-            # (pattern, tensor) pairs by pattern, such as gate and up, in the order of the experts.
+        if source.by_expert:
+            # A row is an expert, made of the expert's tensor of each pattern, such as gate and up.
+            # Convert the tensors of these experts alone: only their rows are made.
             by_pattern: dict[str, list[tuple[str, StoredTensor]]] = {}
             for pattern, tensor in sources:
                 by_pattern.setdefault(pattern, []).append((pattern, tensor))
             experts = (pairs[rows.start : rows.stop] for pairs in by_pattern.values())
             sources = tuple(chain(*experts))
-            start = 0  # the rows before were not read
+            start = 0  # the converted weight begins with the first of these rows
         weights = self._convert(source, sources, torch.device("cpu"), weight.dtype)
         into.copy_(weights[weight.name][start : start + rows.stop - rows.start])
 
@@ -354,17 +375,21 @@ class SlicedWeights:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Tensor]:
-        """Return the weights that a conversion makes of `sources`, by name.
+        """Return the weights that a conversion of transformers makes of `sources`, by name.
 
-        `sources` are all of the conversion's, or those of some experts. `dtype` is the format in
-        which they are read; None: that of the files. On the meta device nothing is read, and only
-        the shapes are right.
+        A conversion makes weights of the model from tensors of the files with other names or
+        shapes, for example one weight of all experts from one tensor for each expert. `sources` are
+        its tensors, each with the pattern of the converter that its name matches: all of them, or
+        those of some experts. `dtype` is the format in which they are read; None: that of the
+        files. On the meta device nothing is read, and only the shapes are right.
         """
         converter = deepcopy(conversion.converter)  # it collects the tensors that are added to it
         for pattern, stored in sources:
             tensor = torch.empty(stored.shape, dtype=dtype or stored.dtype, device=device)
             if device.type != "meta":
-                read_rows(stored, 0, stored.shape[0] if stored.shape else 1, tensor)
+                read_rows(stored, 0, tensor)
+            # The converter collects tensors by pattern, for the weight `first`. If it makes several
+            # weights, it derives the other names from that one.
             converter.add_tensor(conversion.first, stored.name, pattern, tensor)
         weights = converter.convert(conversion.first, model=self._model, config=self._model.config)
         # As transformers does: some operations return a tensor in a list.
@@ -373,8 +398,10 @@ class SlicedWeights:
     def check_copies(self, model: nn.Module, world: World) -> None:
         """Raise WrongWeights in all processes if a rank's files differ from those of rank 0.
 
-        Ranks that share rank 0's files compare them with checksums of the other ranks' rows. They
-        wait for one another without a time limit (`patient`), because reading files may take long.
+        Ranks with other files than rank 0 (by `_identity`: inode, size, time) send checksums of the
+        rows that they have read. Each rank that shares rank 0's files takes some of them: it reads
+        the same rows from rank 0's files and compares checksums. The ranks wait for one another
+        without a time limit (`patient`), because reading files may take long.
         """
         identities = world.gather([self._identity()], "the files of the weights")
         main_files = identities[0]
@@ -382,6 +409,7 @@ class SlicedWeights:
         copy_readers = [rank for rank, files in enumerate(identities) if files != main_files]
         if not copy_readers:
             return
+        # Of the rows in memory, as they were read from this rank's copy.
         digests = {} if self.rank in main_readers else self._digests(model, rows=None)
         share = (str(self.folder), rows_of(model), digests)
         shares = world.exchange([share], "the checksums of shards", patient=True)
@@ -391,7 +419,7 @@ class SlicedWeights:
         with world.together("the comparison of shards", WrongWeights, patient=True):
             for rank in ranks_to_check:
                 folder, rows, copy_digests = shares[rank]
-                main_digests = self._digests(model, rows)
+                main_digests = self._digests(model, rows)  # of that rank's rows in rank 0's files
                 for name, digest in copy_digests.items():
                     if main_digests[name] != digest:
                         raise WrongWeights(
@@ -416,9 +444,9 @@ class SlicedWeights:
     def _digests(self, model: nn.Module, rows: dict[str, RowRange] | None) -> dict[str, str]:
         """Return the checksum of some rows of each weight, by the weight's name.
 
-        Without `rows` they are the rows that this process holds in memory. With `rows`, those that
-        another process holds, they are read from this process's files. `check_copies` compares the
-        two, to see that both processes have the same files.
+        `rows` None: of the rows that this process holds in memory. Otherwise `rows` are those that
+        another process holds, and they are read from this process's files. `check_copies` compares
+        the two, to see that both processes have the same files.
         """
         checksums, in_4_bits = {}, _layers_in_4_bits(model)
         for name, tensor, source in self._weights_of(model):
@@ -426,7 +454,9 @@ class SlicedWeights:
             if rows is None:
                 scales = (self._own_scales[name],) if name in in_4_bits else ()
                 parts = (local_part(tensor), *scales)
-            elif name in in_4_bits:  # packed where the other process packed its rows
+            elif name in in_4_bits:
+                # (packed rows, scales). Packed on the device of this process's rows, of the same
+                # kind as the other's: another kind might round to other bits.
                 parts = self._read_packed(source, rows[name], local_part(tensor).device)
             else:
                 is_scalar = not source.shape
@@ -453,15 +483,19 @@ def rows_of(model: nn.Module) -> dict[str, RowRange]:
 
 
 def read_shards(weights: SlicedWeights, scorer: Any, device: torch.device, world: World) -> None:
-    """Give the sharded `scorer.model` storage on `device` and read its weights.
+    """Give the sharded model of a `Scorer` storage on `device` and read its weights.
 
     Processes wait for one another without a time limit, because a file system may take minutes to
     answer for the first time. Raises WrongWeights, or PeerFailed if another process failed.
     """
     give_storage(scorer, device)
+    # An error of one process ends all. The block itself must not communicate.
     with world.together("the weights in every process", WrongWeights, patient=True):
         weights.fill(scorer.model, world)
+    # The next two communicate. Layers in 4 bits: each process has the scales of the rows that it
+    # has read, and needs those of all rows.
     weights.share_scales(scorer.model)
+    # Machines may have copies of the files that differ.
     weights.check_copies(scorer.model, world)
 
 
@@ -472,34 +506,38 @@ def stand_ins(model: nn.Module) -> Iterator[None]:
     The number is expanded to the weight's shape, which takes no memory. peft then gives new
     adapters memory and random values, as it does beside real weights.
     """
-    _replace(model, lambda weight: torch.zeros((), dtype=weight.dtype).expand(weight.shape), "meta")
-    # Only these have less memory than their shapes need: new adapters are left alone at the end.
+
+    def one_number(weight: Tensor) -> Tensor:
+        return torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+
+    def without_storage(weight: Tensor) -> Tensor:
+        return torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+
+    _replace(model, one_number, on_device="meta")
+    # A stand-in has less memory than its shape needs, other weights have as much. Adapters that the
+    # block adds are not among the stand-ins, and stay.
     stand_in_ids = {id(p) for p in model.parameters() if p.untyped_storage().nbytes() < p.nbytes}
     try:
         yield
     finally:
-        _replace(
-            model,
-            lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device="meta"),
-            "cpu",
-            stand_in_ids,
-        )
+        _replace(model, without_storage, on_device="cpu", only=stand_in_ids)
 
 
 def _replace(
     model: nn.Module,
     make: Callable[[Tensor], Tensor],
-    device: str,
+    *,
+    on_device: str,
     only: set[int] | None = None,
 ) -> None:
-    """Replace each weight on `device` by what `make` returns for it. Ties are kept.
+    """Replace each weight on a device by what `make` returns for it. Ties are kept.
 
     With `only`, replace those weights alone whose ids it holds.
     """
     replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
-            if weight is None or weight.device.type != device:
+            if weight is None or weight.device.type != on_device:
                 continue
             if only is not None and id(weight) not in only:
                 continue

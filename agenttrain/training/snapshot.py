@@ -79,16 +79,19 @@ class Snapshot:
 def take_snapshot(policy: Policy, rng: Mapping[str, Any], *, copies: bool) -> Snapshot:
     """Return a snapshot without weights. With `copies` it shares no memory with the policy.
 
-    The policy's state is in the file `WHOLE`, or in a `PART` by each process of a sharded policy.
+    It has the random states `rng`, which are copies already, and the policy's state besides the
+    weights: the optimizer's and the step. The state is in the file `WHOLE`, or in a `PART` by each
+    process of a sharded policy.
     """
     world, shard = policy.world, shard_of(policy.model)
     snapshot = Snapshot()
     snapshot.writers[f"rng-{world.rank}.pt"] = partial(save_hashed, rng)
     if shard is None and world.is_main:
         state = policy.state_dict()
-        state = own_part(state, copies=True) if copies else state
+        state = own_part(state, copies=True) if copies else state  # without parts: only copies
         snapshot.writers[WHOLE] = partial(save_hashed, state)
     elif shard is not None and not shard.replica:  # other replicas hold the same parts
+        # Sharded tensors become this process's part of them, also without copies.
         state = own_part(policy.state_dict(), copies=copies)
         snapshot.writers[PART.format(shard.index)] = partial(save_hashed, state)
     return snapshot

@@ -116,13 +116,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None:
-    """Read rows `start` to `stop` of the first dimension into `into`, converted to its format.
+def read_rows(stored: StoredTensor, start: int, into: Tensor) -> None:
+    """Fill `into` with rows of the first dimension from `start` on, converted to its format.
 
-    `into` has as many rows: its size says how much is read.
+    It may have any number of rows. A scalar counts as one row.
     """
     rows = stored.shape[0] if stored.shape else 1
-    row_bytes = stored.size // max(rows, 1)
+    row_bytes = stored.size // max(rows, 1)  # `size` and `start` of a stored tensor are bytes
     target = into.detach().reshape(-1)
     if target.numel() == 0:
         return
@@ -133,8 +133,8 @@ def read_rows(stored: StoredTensor, start: int, stop: int, into: Tensor) -> None
             _read_exactly(file, target, stored)
             return
         # Otherwise by way of a buffer, which is cast or copied to the device piece by piece.
-        size = stored.dtype.itemsize
-        buffer = torch.empty(min(CHUNK // size, target.numel()), dtype=stored.dtype)
+        chunk_numbers = CHUNK // stored.dtype.itemsize
+        buffer = torch.empty(min(chunk_numbers, target.numel()), dtype=stored.dtype)
         for begin in range(0, target.numel(), len(buffer)):
             piece = buffer[: target.numel() - begin]
             _read_exactly(file, piece, stored)

@@ -114,20 +114,21 @@ class SyncSeconds:
 class SyncProbe:
     """Result of a weight sync: log-probabilities of a text that is the same for the whole run.
 
-    `sync` compares those of policy and engine and returns the probe. The trainer passes it to the
-    next `sync` as `before`.
+    `sync` compares those of the policy with those of the engine (`gap`), and returns the probe. The
+    trainer passes it to the next `sync` as `before`, which also compares each with its own from
+    then: scores of new weights must differ.
     """
 
     token_ids: tuple[int, ...]
     start: int
-    """Index of the first token that the engine sampled. The gap begins with it."""
+    """Index in `token_ids` of the first token that the engine sampled. The gap begins with it."""
     policy_T: Tensor
-    """Log-probability of every token after the first."""
+    """Log-probability of every token after the first: index i is that of token i + 1."""
     engine_T: Tensor
     first: Gap | None = None
-    """Gap of the first sync. None: this is the first."""
+    """Gap of the first sync. None: this is the first sync's probe, see `gap`."""
     warned: bool = False
-    """True once a far token was warned of."""
+    """True once the user was warned of a token whose gap is `FAR` times the tolerance."""
     seconds: SyncSeconds | None = None
     """Seconds of the sync that made the probe. None: it was made by no sync."""
 
@@ -142,18 +143,24 @@ class SyncProbe:
 
     @property
     def gap(self) -> Gap:
-        """Gap of the sampled tokens.
+        """Gap between policy and engine over the sampled tokens, from `start` on.
 
-        Example: policy [-1, -2], engine [-1.1, -2]: mean 0.05, 90 % quantile 0.09, max 0.1.
+        Example: 3 tokens, `start` 1, policy [-1, -2], engine [-1.1, -2]: mean 0.05, 90 % quantile
+        0.09, max 0.1.
         """
-        gap_T = (self.engine_T - self.policy_T).abs()[self.start - 1 :]
+        # The first token has no log-probability: that of token `start` is at start - 1.
+        first_sampled = self.start - 1
+        gap_T = (self.engine_T - self.policy_T).abs()[first_sampled:]
         mean, q90, top = gap_T.mean(), gap_T.quantile(0.9), gap_T.max()
         return Gap(mean=mean.item(), q90=q90.item(), max=top.item())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeCheck:
-    """Checks an engine's log-probabilities of the probe.
+    """Checks an engine's log-probabilities of the probe after a weight sync.
+
+    The probe is a text that both policy and engine score. The engine has the policy's weights if
+    their scores agree, and if both changed since the last sync.
 
     It holds plain values, and is callable, so that `Replicated.verify` can send it to the process
     that has the engine and call it there with each copy's scores.
@@ -167,18 +174,20 @@ class ProbeCheck:
     first: Gap | None
     """Gap of the first sync. None: this is the first."""
     warned: bool
-    """True once a far token was warned of."""
+    """True once the user was warned of a single token whose gap is large. It goes into the probe
+    that the check makes."""
     before: tuple[tuple[float, ...], tuple[float, ...]] | None
-    """The policy's and the engine's log-probabilities at the last sync (`SyncProbe.scores`). None:
-    the engine's need not have changed."""
+    """The policy's and the engine's log-probabilities at the last sync (`SyncProbe.scores`). None
+    if the engine's may be the same as then: there was no sync, or rounding hides small changes."""
     version: int
     """Policy version, for errors."""
     tolerance: float
     """Limit of the gap, in nats."""
     exact: bool
-    """The tolerance is that of the largest gap, not of the mean."""
+    """True: the largest gap of a token has to be within the tolerance. False: the mean gap or its
+    90 % quantile."""
     growth: float
-    """Limit of the gap as a multiple of the first sync's."""
+    """Unless `exact`, a gap within this multiple of the first sync's is fine, too."""
 
     def __call__(self, scores: Sequence[float]) -> str | None:
         """Return the problem with an engine's scores. None: it holds the policy's weights."""
@@ -191,9 +200,11 @@ class ProbeCheck:
     def check(self, scores: Sequence[float]) -> SyncProbe:
         """Return the probe with the engine's scores.
 
-        Raises StaleWeights if the gap exceeds both the tolerance and `growth` times the first
-        sync's gap, and, given `before`, if the policy's log-probabilities changed since then and
-        the engine's did not at all.
+        Raises StaleWeights in two cases: the engine's scores are too far from the policy's, or,
+        given the scores `before`, the policy's changed since then and the engine's did not at all.
+
+        Too far: with `exact` the largest gap of a token is above the tolerance. Otherwise mean and
+        90 % quantile are both above it, and above `growth` times those of the first sync.
         """
         probe = SyncProbe(
             token_ids=self.token_ids,
@@ -225,11 +236,13 @@ class ProbeCheck:
         if self.before is None:
             return probe
         # Gaps cannot show that weights are a step old: a step may change less than bfloat16 kernels
-        # differ. But new weights change some bits of the engine's scores.
+        # differ. But new weights change some bits of the engine's scores. Only if the policy's
+        # changed for most tokens: a smaller step might change none of the engine's.
         former_policy_T, former_engine_T = (torch.tensor(values) for values in self.before)
         moved_T = (probe.policy_T - former_policy_T).abs()
         engine_unchanged = torch.equal(probe.engine_T, former_engine_T)
         if moved_T.count_nonzero() > len(moved_T) / 2 and engine_unchanged:
+            # The remedy names engines that sample from the trainer's own weights: without a sync.
             raise StaleWeights(
                 f"weight sync {self.version}: the policy's log-probabilities of a fixed sequence "
                 f"moved by up to {moved_T.max().item():.3g} and the engine's not by a bit: the new "
@@ -377,20 +390,23 @@ def _weights_for(
 async def _probe_text(
     policy: Policy, engine: Engine, before: SyncProbe | None, prompt_ids: Sequence[int]
 ) -> tuple[Sequence[int], int]:
-    """Return the probe's ids, and the index of the first id that the engine sampled.
+    """Return the probe's ids, and the index of the first id whose score is compared.
 
-    The probe of the last sync, `before`, is used again. At the first sync the engine samples one
-    after `prompt_ids`. Without a prompt it is a fixed sequence, all of which is compared.
+    The probe is a text that policy and engine score after each sync, to see that they have the same
+    weights. The probe of the last sync, `before`, is used again. At the first sync the engine
+    samples one after `prompt_ids`; what it sampled is compared. Without a prompt it is a fixed
+    sequence. All of that is compared from index 1 on: the first id has no score.
     """
     if before:
         return before.token_ids, before.start
     if not prompt_ids:
         vocabulary = policy.model.get_input_embeddings().weight.shape[0]
         end = min(PROBE_TOKENS, engine.max_context - 1)
+        # Multiples of a prime: ids from all over the vocabulary.
         return [index * STEP % vocabulary for index in range(1, end)], 1
-    # Short, because engines hold the probabilities of the whole vocabulary for each token.
+    # The end of the prompt, and as many sampled tokens. Not more, because engines hold the
+    # probabilities of the whole vocabulary for each token.
     total = min(2 * PROBE_TOKENS, engine.max_context - 1)
-    # The end of the prompt takes at most half.
     prompt = list(prompt_ids[-min(PROBE_TOKENS, total // 2) :])
     sampling = Sampling(max_tokens=total - len(prompt), seed=0)
     completion = await engine.generate(prompt, sampling, session="probe")
@@ -415,11 +431,13 @@ def policy_logprobs(model: PreTrainedModel, token_ids: Sequence[int]) -> list[fl
 class PolicyWeights:
     """The policy's weights by their names in a checkpoint, adapters merged into them.
 
-    Each iteration gathers them anew, so that an engine may ask for them again (`Regathered`).
+    An iterable of (name, tensor). Each iteration gathers sharded weights anew, so that an engine
+    may iterate again. `forms` says in advance what an iteration yields.
     """
 
     model: PreTrainedModel
     dtype: torch.dtype
+    """Format that weights are cast to, except those that always stay in float32."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -427,14 +445,19 @@ class PolicyWeights:
         return self.stopwatch.measure(checkpoint_weights(self.model, self.dtype))
 
     def forms(self) -> list[WeightForm]:
-        """Return name, format and shape of each weight, without gathering any."""
-        weights: dict[str, Tensor] = {}
+        """Return name, format and shape of each weight that iteration yields, without gathering.
+
+        Made of tensors on the meta device, which have a shape and a format, but no values.
+        """
+        meta_weights: dict[str, Tensor] = {}
         # Merged adapters change no name and no shape.
         for name, part in _own_parts(self.model, self.dtype, merged=False):
-            # One at a time, because a part may be a cast copy.
-            weights |= on_meta({base_name(name): part})
-        forms = _checkpoint_pieces(self.model, weights.items())
-        return [WeightForm(name, form.dtype, tuple(form.shape)) for name, form in forms]
+            # This process's part of a sharded weight is a DTensor, whose shape is the weight's. One
+            # at a time, because a part may be a cast copy.
+            meta_weights |= on_meta({base_name(name): part})
+        # Names and shapes of the files: one weight may be several tensors there, as experts are.
+        pieces = _checkpoint_pieces(self.model, meta_weights.items())
+        return [WeightForm(name, piece.dtype, tuple(piece.shape)) for name, piece in pieces]
 
 
 def checkpoint_weights(

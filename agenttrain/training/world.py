@@ -29,7 +29,7 @@ from agenttrain.types import AgenttrainError
 
 Value = TypeVar("Value")
 WAKE = timedelta(seconds=0.5)
-"""Longest time that a wait delays the handling of signals."""
+"""Length of one wait of the store: the longest time that the handling of signals is delayed."""
 LATE = ("Timed out waiting", "Watchdog caught collective operation timeout")
 """Texts in the errors of gloo and NCCL when another process does not arrive."""
 NCCL = {
@@ -157,15 +157,19 @@ class World:
     def together(self, what: str, *kinds: type[Exception], patient: bool = False) -> Iterator[None]:
         """Make the block fail in all processes if it fails in one with an error of these kinds.
 
-        The processes meet at the end of the block. A process without an error then raises
-        PeerFailed. The block itself must not communicate. With `patient` they wait there without a
-        time limit, as long as the heartbeats of all go on.
+        The processes meet at the end of the block. A process with an error then raises it again,
+        the others raise PeerFailed. The block itself must not communicate. With `patient` they wait
+        there without a time limit, as long as the heartbeats of all go on.
+
+        An error of another kind leaves the block at once: it ends this process, and the others get
+        a WorldTimeout.
         """
         failure: Exception | None = None
         try:
             yield
         except kinds as error:
             failure = error
+        # Raises the failure, here or as PeerFailed.
         self.exchange((), what, failure, patient=patient)
 
     @contextmanager
@@ -276,14 +280,16 @@ class World:
                 # All have arrived, so no process waits for the previous barrier any more.
                 for name in ("came", "all"):
                     self._store.delete_key(f"{name}/{number - 1}")
+            # In short waits of the store, between which Python handles signals.
             self._wait(f"all/{number}", what, limit_s)
         except dist.DistStoreError as error:
-            missing = self._missing_ranks()
-            ranks = _ranks(missing) or "a rank that arrived while this was written"
+            # `_wait` reached its limit. Of each missing rank, the barrier that it was last at.
+            last_barrier_of = self._missing_ranks()
+            ranks = _ranks(last_barrier_of) or "a rank that arrived while this was written"
             raise WorldTimeout(
                 f"rank {self.rank} waited {limit_s:g} s for {what}: {ranks} did not come "
-                f"({_last_barriers(missing, barrier_of=missing)}; distributed.timeout_s)",
-                missing=list(missing),
+                f"({_last_barriers(last_barrier_of)}; distributed.timeout_s)",
+                missing=list(last_barrier_of),
             ) from error
         except dist.DistNetworkError as error:
             message = (
@@ -292,32 +298,33 @@ class World:
             raise WorldTimeout(message, missing=()) from error
 
     def _wait(self, key: str, what: str, limit_s: float) -> None:
-        """Wait until a key of the store exists.
+        """Wait until a key of the store exists, in short waits of `WAKE`.
 
-        Raises DistStoreError after `limit_s`, or without a limit WorldTimeout once the heartbeats
-        of a missing process have stopped.
+        Raises DistStoreError after `limit_s` seconds. With an infinite limit (`patient`), raises
+        WorldTimeout as soon as the heartbeats of a process that has not arrived have stopped.
         """
         waited_s, checked_at = 0.0, time.monotonic()
         while True:
             try:
                 self._store.wait([key], WAKE)
                 return
-            except dist.DistStoreError as error:
-                self.progress += 1
+            except dist.DistStoreError as error:  # the key does not exist yet
+                self.progress += 1  # this process's watchdog reads it: a wait is no standstill
                 now = time.monotonic()
-                # More than LONGEST_CHECK_S between two checks: this process itself was stopped.
+                # If there are more than LONGEST_CHECK_S between two checks, this process itself was
+                # stopped (SIGSTOP, a suspended machine), which does not count as waiting.
                 waited_s += min(now - checked_at, LONGEST_CHECK_S)
                 checked_at = now
                 if waited_s > limit_s:
                     raise
-                if limit_s < math.inf:  # heartbeats matter only without a deadline (`patient`)
+                if limit_s < math.inf:  # heartbeats matter only without a deadline
                     continue
-                missing = self._missing_ranks()
-                if silent := self._pulse.silent(missing):
+                last_barrier_of = self._missing_ranks()
+                if silent := self._pulse.silent(last_barrier_of):
+                    last_barriers = _last_barriers({r: last_barrier_of[r] for r in silent})
                     raise WorldTimeout(
                         f"rank {self.rank} waits for {what}: {_ranks(silent)} showed no life for "
-                        f"{self.timeout_s:g} s ({_last_barriers(silent, barrier_of=missing)}; "
-                        "distributed.timeout_s)",
+                        f"{self.timeout_s:g} s ({last_barriers}; distributed.timeout_s)",
                         missing=silent,
                     ) from error
 
@@ -336,9 +343,10 @@ class World:
         return missing
 
 
-def _last_barriers(ranks: Iterable[int], barrier_of: dict[int, str]) -> str:
-    """Return the last barriers of the first few ranks, for a message."""
-    return "; ".join(f"rank {rank} was last at {barrier_of[rank]}" for rank in list(ranks)[:4])
+def _last_barriers(last_barrier_of: dict[int, str]) -> str:
+    """Return the last barriers of the first four ranks, for a message."""
+    first_ranks = list(last_barrier_of.items())[:4]
+    return "; ".join(f"rank {rank} was last at {barrier}" for rank, barrier in first_ranks)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -93,14 +93,13 @@ def make_mesh(device_type: str, sharding: Sharding) -> DeviceMesh:
 
 
 def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
-    """Shard the weights of `scorer` in place.
-
-    Of accelerate, only the mixed precision is used: `evaluation_mode` leaves DDP out.
+    """Shard the weights of `scorer` in place, by torch's FSDP2 (`fully_shard`).
 
     Gradients are summed in float32 whatever the format of the weights. Under bf16, weights are
     gathered in bf16, half the bytes of float32, and layers compute in it, except those that
-    `stays_float32` names. `scorer.inside` gathers weights as `scorer.forward` does.
+    `stays_float32` names.
     """
+    # Of accelerate only its mixed precision: with `evaluation_mode` it does not wrap in DDP.
     accelerator.prepare_model(scorer, device_placement=False, evaluation_mode=True)
     gather_dtype = torch.bfloat16 if accelerator.mixed_precision == "bf16" else None
     if not dist.is_initialized():  # a single process, which is "sharded" to offload its weights
@@ -111,6 +110,7 @@ def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
     offload = OffloadPolicy()
     if sharding.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # Weights that are gathered in float32 although the others are gathered in bf16.
     uncast: set[nn.Parameter] = set()
     if gather_dtype is not None:
         uncast = {w for name, w in scorer.model.named_parameters() if stays_float32(name)}
@@ -123,7 +123,8 @@ def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
             offload_policy=offload,
             ignored_params=uncast,
         )
-    # Last, because a module that is sharded already would be left out above with its submodules.
+    # Then the modules that hold weights of `uncast`, for these weights alone. Not before the
+    # layers: `fully_shard` leaves out modules that are sharded already, with all their weights.
     for module in scorer.model.modules():
         if uncast.isdisjoint(module.parameters(recurse=False)):
             continue
@@ -134,4 +135,5 @@ def shard(scorer: Scorer, accelerator: Any, sharding: Sharding) -> None:
             offload_policy=offload,
             ignored_params={*module.parameters()} - uncast,
         )
+    # `inside` calls a function of the model. Gather weights for it as for `forward`.
     register_fsdp_forward_method(scorer, "inside")
