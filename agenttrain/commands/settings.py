@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.data.config import SOURCES, DataConfig, SourceConfig
 from agenttrain.settings.components import ONE_BESIDE, SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig, choices
@@ -75,7 +75,8 @@ def settings(args: Namespace) -> int:
                 f"{section}: unknown key{did_you_mean(section, keys)}; agenttrain settings "
                 f"{first} prints those of its section"
             )
-    if not write_report([asdict(setting) for setting in listed], args.json):
+    write_report([asdict(setting) for setting in listed], args.json)
+    if args.json == STDOUT:  # the JSON takes the place of the text
         return 0
     for setting in listed:
         default = f" = {setting.default}" if setting.default else ""

@@ -27,7 +27,7 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
 from agenttrain.chat.fixes import Family, families
 from agenttrain.chat.loading import load_chat
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.utils.hub import is_hub_id, snapshot
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
@@ -45,7 +45,8 @@ def templates(options: argparse.Namespace) -> int:
         if options.folder is not None:
             return _certify(options)
         table = rows() if options.certify else list(read_shipped().values())
-        if not write_report(json_rows(table), options.json):
+        write_report(json_rows(table), options.json)
+        if options.json == STDOUT:  # the JSON takes the place of the text
             return 0
         print(markdown(table) if options.markdown else plain(table))
         shipped = sorted({row.certified for row in table if row.certified})
@@ -107,7 +108,8 @@ def _certify(options: argparse.Namespace) -> int:
         tools=bool(tools),
     )
     certificate = certify(chat, tools)
-    if not write_report({"folder": str(options.folder), **certificate.as_json()}, options.json):
+    write_report({"folder": str(options.folder), **certificate.as_json()}, options.json)
+    if options.json == STDOUT:  # the JSON takes the place of the text
         return 0 if certificate.passed else 1
     print(certificate.markdown() if options.markdown else "\n".join(certificate.lines()))
     if (changes := chat.fix.text()) and not options.markdown:

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from agenttrain.commands.schema_examples import arguments_for
-from agenttrain.commands.verb import as_config_error, write_report
+from agenttrain.commands.verb import STDOUT, as_config_error, write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.episode import end_episode, start_episode
@@ -61,7 +61,8 @@ def show(
         }
         for result in results
     ]
-    prints_text = write_report({"tools": listed, "calls": reports}, args.json)
+    write_report({"tools": listed, "calls": reports}, args.json)
+    prints_text = args.json != STDOUT  # there the JSON takes the place of the text
     if prints_text and calls:
         for result in results:
             arguments = json.dumps(result.call.arguments, ensure_ascii=False)

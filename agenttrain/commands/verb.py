@@ -422,20 +422,20 @@ def as_config_error() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def write_report(report: Any, file: Path | None) -> bool:
-    """Print or write `report` as `--json` asks; return True if the caller prints its text too.
+def write_report(report: Any, file: Path | None) -> None:
+    """Print or write `report` as `--json` asks.
 
-    `file` is the value of `--json`: None without the option, a path, or STDOUT, where the JSON
-    takes the place of the text. Raises ConfigError for a file that cannot be written.
+    `file` is the value of `--json`: None without the option, a path, or STDOUT. With STDOUT the
+    JSON takes the place of the verb's text: the caller prints none. Raises ConfigError for a file
+    that cannot be written.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False)
     if file is None:
-        return True
+        return
     if file == STDOUT:
         print(text)
-        return False
+        return
     try:
         file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {file}: {error.strerror}; name another file") from error
-    return True

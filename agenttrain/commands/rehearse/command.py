@@ -24,7 +24,7 @@ from rich.text import Text
 from agenttrain.chat.chat import Chat
 from agenttrain.commands.rehearse.harbor import rehearse_tasks
 from agenttrain.commands.rehearse.stub import Stub
-from agenttrain.commands.verb import as_config_error, write_report
+from agenttrain.commands.verb import STDOUT, as_config_error, write_report
 from agenttrain.data.build import check_needed_columns
 from agenttrain.data.config import at_source
 from agenttrain.engines.config import Sampling
@@ -140,7 +140,8 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
                 for key, source in part.tasks.by_key.items():
                     check_needed_columns(source, part.needed_columns, key)
         report = asyncio.run(_rehearse(components, args, overrides))
-    if write_report(asdict(report), args.json):
+    write_report(asdict(report), args.json)
+    if args.json != STDOUT:  # there the JSON takes the place of the text
         show(report, args.tokens_per_s)
     return int(bool(report.problems))
 

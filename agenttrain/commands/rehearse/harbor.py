@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from agenttrain.commands.verb import as_config_error, write_report
+from agenttrain.commands.verb import STDOUT, as_config_error, write_report
 from agenttrain.runs.setup import Components, prepare_images
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.machines import Machines, harbor_task
@@ -48,7 +48,8 @@ def rehearse_tasks(components: Components, args: Namespace) -> int:
     attempts = asyncio.run(_attempt_all(components, tasks))
     bad = [attempt for attempt in attempts if attempt.problems]
     report = {"tasks": len(attempts), "bad": len(bad), "attempts": [asdict(a) for a in attempts]}
-    if write_report(report, args.json):
+    write_report(report, args.json)
+    if args.json != STDOUT:  # there the JSON takes the place of the text
         _show(attempts)
     return int(bool(bad))
 
