@@ -41,7 +41,10 @@ class Attempt:
 
 
 def rehearse_tasks(components: Components, args: Namespace) -> int:
-    """Attempt every task of data.train twice, print the list; return 1 if a task has a problem."""
+    """Grade every task of data.train with its own solution and untouched, and print the list.
+
+    Return exit code 1 if the solution of a task fails, or if a task passes untouched.
+    """
     with as_config_error():
         prepare_images(components)
         tasks = components.tasks.train.tasks(0, len(components.tasks.train))
