@@ -116,7 +116,7 @@ def _task_facts(config: Mapping[str, Any], data: Mapping[str, Any], *, sft: bool
     rewards = [
         f"`{name}` (weight {section.get('weight', 1)})"
         for name, section in dict(sections.get("reward", {})).items()
-        if isinstance(section, Mapping)  # a reward that was switched off is null
+        if isinstance(section, Mapping)  # only a section has a weight: not null
     ]
     return {
         "data": f"`{row_class}`" + (f" ({argument_text})" if argument_text else ""),
