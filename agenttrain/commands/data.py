@@ -26,15 +26,18 @@ TYPES = {str: "text", bool: "true/false", int: "number", float: "number", dict: 
 def show(config: RunConfig, prompts: int) -> int:
     """Print a summary of the rows and the first `prompts` prompts. Raises ConfigError.
 
-    Return exit code 1 if the chat template fails its certificate, or a reward lacks a column.
+    Return exit code 1 if the chat template fails its certificate (its check, which training
+    requires), or if the rows lack a column that a reward reads.
     """
     with as_config_error():
         components = Components(config, shows_demonstrations=True)
         certificate, tasks = components.certificate, components.tasks
-        missing = False
-        for part in components.parts:  # of each source of a mixture, or of the run
-            with part.located():  # errors name the keys that the run has for a source's
-                missing |= _print_rows(part)
+        lacks_column = False
+        # One part for each source of a mixture; a single one without a mixture.
+        for part in components.parts:
+            # Errors name a source's key as the run has it: data.sources.shop.where for data.where.
+            with part.located():
+                lacks_column |= _print_rows(part)
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_tasks_with_prompts(shown, components)):
             ids = components.prompt_ids(task)
@@ -42,7 +45,7 @@ def show(config: RunConfig, prompts: int) -> int:
             source = f" of {task.source}" if task.source else ""
             heading = f"── task {task.task_id}{source}, {len(ids)} tokens "
             rule = "─" * max(100 - len(heading), 2)  # fills the line to 100 columns
-            images = components.chat.place(ids, task.messages)
+            images = components.chat.place(ids, task.messages)  # with their positions in `ids`
             prompt = decoded(components.chat.decode, ids, images)
             print(f"\n{heading}{rule}\n{prompt}{later_turns}")
     if not certificate.passed:
@@ -50,7 +53,7 @@ def show(config: RunConfig, prompts: int) -> int:
             "\nthe chat template fails its certificate: agenttrain check prints the reasons",
             file=sys.stderr,
         )
-    return int(missing or not certificate.passed)
+    return int(lacks_column or not certificate.passed)
 
 
 def _print_rows(components: Components) -> bool:

@@ -93,7 +93,8 @@ def doctor(args: Namespace) -> int:
     width = max(len(finding.part) for finding in findings)
     broken = [finding.part for finding in findings if finding.state is State.broken]
     report = {"ok": not broken, "findings": [asdict(finding) for finding in findings]}
-    if not write_report(report, args.json):
+    write_report(report, args.json)
+    if args.json == STDOUT:  # the JSON takes the place of the text
         return int(bool(broken))
     for finding in findings:
         line = Text.assemble(
@@ -190,12 +191,16 @@ def _versions() -> Iterator[Finding]:
     )
     for extra in extras:
         packages = [r for r in requirements if extra in _extras(r)]
-        absent = [r.name for r in packages if _installed(r.name) is None]
-        if extra in specs() and absent:  # an engine has a line of its own
+        is_absent = any(_installed(r.name) is None for r in packages)
+        # The line engine=<extra> says that an engine's package is absent; only here is the version
+        # of an installed one checked.
+        if is_absent and extra in specs():  # the engines by name
             continue
-        problems = [problem for r in packages if (problem := _misfit(r))]
+        problems = [problem for r in packages if (problem := _misfit(r))]  # absent ones too
+        state = State.warn if problems else State.ok
+        if is_absent:
+            state = State.missing
         remedy = f"pip install 'agenttrain[{extra}]'"
-        state = State.missing if absent else State.warn if problems else State.ok
         listed = ", ".join(f"{r.name} {_installed(r.name)}" for r in packages)
         yield Finding(
             f"[{extra}]", state, "; ".join(problems) or listed, remedy if problems else ""

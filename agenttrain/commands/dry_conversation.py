@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from agenttrain.agents.config import OnFailure
 from agenttrain.agents.restarts import Restart
@@ -46,8 +47,8 @@ FAILED = (StopReason.error, StopReason.aborted)
 class DryModel:
     """Stand-in for a model, which writes the turns that `ScriptedEngine` returns.
 
-    It makes one call after a user's message, and answers otherwise. If the request demands a call
-    or JSON, it writes that. Such a call after a tool result is of a stop tool, if there is one.
+    It calls a tool after a user's message and answers ``ok`` after a tool result, unless the
+    request demands another form of answer: a call, a call of one tool, or JSON.
     """
 
     components: Components
@@ -57,29 +58,40 @@ class DryModel:
 
     def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
         """Return the ids of turn `turn` of `session`; the prompt's `token_ids` are not read."""
-        question, config = self.questions[session], self.components.config
-        after = question.messages[-1]["role"]  # role of the message that the turn answers
-        # What the request demands of the answer: a tool, any call, or JSON by a schema.
-        form = question.form
-        tools = [schema["function"] for schema in question.schemas]
-        after_tool = after == "tool"
-        stop_tools = self.components.stop_tools(self.task)
-        # After a user's message an ordinary tool, after a tool result a stop tool, if there is one.
-        suitable = [tool for tool in tools if (tool["name"] in stop_tools) == after_tool]
-        demanded = [tool for tool in tools if tool["name"] == form.tool]
-        candidates = demanded or suitable or tools
+        question = self.questions[session]
         column_texts, words = task_texts(self.task)
-        texts, rng = [*column_texts, *words], random.Random(config.seed)
+        # Texts of the row, from which arguments and JSON are made.
+        texts, rng = [*column_texts, *words], random.Random(self.components.config.seed)
         calls: tuple[ToolCall, ...] = ()
-        content = "ok"
-        if form.schema is not None:
-            content = json.dumps(example(json.loads(form.schema), texts, rng))
-        if candidates and (form.call or not after_tool):
-            tool, content = candidates[0], ""  # JSON is written after the call's result
+        content = ""
+        if (tool := self._tool_to_call(question)) is not None:
             arguments = arguments_for(tool, texts, rng)
             calls = (ToolCall(id=f"call_{turn}_0", name=tool["name"], arguments=arguments),)
+        elif question.form.schema is not None:
+            content = json.dumps(example(json.loads(question.form.schema), texts, rng))
+        else:
+            content = "ok"
         reply = AssistantTurn(content=content, reasoning=None, calls=calls)
+        after = question.messages[-1]["role"]  # role of the message that the turn answers
         return turn_ids(self.components.chat, reply, question.schemas, after)
+
+    def _tool_to_call(self, question: Question) -> dict[str, Any] | None:
+        """Return the tool that the next turn calls. None: it answers.
+
+        After a user's message it is a tool that does not stop the rollout. After a tool result the
+        turn calls only if the request demands it, and then a stop tool. A tool that the request
+        names goes before both, and any tool will do if there is none of these.
+        """
+        tools = [schema["function"] for schema in question.schemas]
+        after_tool = question.messages[-1]["role"] == "tool"
+        if not tools or (after_tool and not question.form.call):
+            return None
+        stop_names = self.components.stop_tools(self.task)
+        stop_tools = [tool for tool in tools if tool["name"] in stop_names]
+        other_tools = [tool for tool in tools if tool["name"] not in stop_names]
+        named = [tool for tool in tools if tool["name"] == question.form.tool]
+        candidates = named or (stop_tools if after_tool else other_tools) or tools
+        return candidates[0]
 
 
 def converse(config: RunConfig) -> str:

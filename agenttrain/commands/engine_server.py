@@ -6,7 +6,9 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from socket import SO_REUSEADDR, SOL_SOCKET, socket
+from typing import Any
 
 from agenttrain.engines.registry import names_with, spec_of, specs
 from agenttrain.launch.processes import count_gpus
@@ -31,28 +33,30 @@ LOOK_S = 0.5
 def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     """Run one server until it ends; raises ConfigError.
 
-    It replaces a server that has used up its restarts, or is one that a run with `servers.nodes`
-    waits for. With `--port` it is a server for runs elsewhere.
+    With `--port` it is a server for runs elsewhere, with settings of its own. Otherwise it is
+    server `--number` of the run in `args.folder`, as servers/plan.json there describes it. It is
+    started by the run (`--parent`), by a user in place of a server that has used up its restarts,
+    or on another node for a run with `servers.nodes`, which waits for it.
     """
+    # `trust=true` among the overrides permits the code that the plan names.
     settings, trust = take_trust(overrides)
     if args.port is not None:
         return _serve_alone(args, settings)
     if settings:
         raise ConfigError(f"{settings[0]}: the run has its settings; {ELSEWHERE}")
     folder, host = args.folder, args.host
-    without_port = f"--host {host}: has no effect without --port or servers.nodes; {ELSEWHERE}"
-    plan_file = folder / PLAN  # in which the run describes its servers
-    deadline = time.monotonic() + (args.wait or 0)
-    while not plan_file.exists() and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
+    # Servers of a run listen on 127.0.0.1, unless they are on nodes of their own (servers.nodes).
+    host_error = ConfigError(
+        f"--host {host}: has no effect without --port or servers.nodes; {ELSEWHERE}"
+    )
     try:
-        plan = json.loads(plan_file.read_text(encoding="utf-8"))
+        plan = _read_plan(folder, wait_s=args.wait or 0)
     except OSError as error:
         expects_run = args.wait is not None or (folder / "config.yaml").exists()
         if host is not None and not expects_run:
-            raise ConfigError(without_port) from error
+            raise host_error from error
         raise ConfigError(
-            f"{plan_file}: {error.strerror}: no run with servers is going on in this "
+            f"{folder / PLAN}: {error.strerror}: no run with servers is going on in this "
             f"folder; a run with {names_with(fleet=True)} starts them itself"
         ) from error
     signature = plan.pop("signature", None)
@@ -65,17 +69,34 @@ def engine_server(args: Namespace, overrides: Sequence[str]) -> int:
     number, count = args.number or 0, plan["servers"]["count"]
     if number >= count:
         raise ConfigError(f"--number {number}: this run has servers.count={count}, numbered from 0")
-    if host is not None and not plan["servers"].get("nodes"):
-        raise ConfigError(without_port)
     if host is not None:
-        _check_free(host, 0)  # any port: is it an address of this machine?
+        if not plan["servers"].get("nodes"):
+            raise host_error
+        any_port = 0  # the server chooses its own: only the address is checked
+        _check_free(host, any_port)
     run_server = specs()[plan["engine"]["name"]].run_server
     assert run_server is not None
     return run_server(folder, number, args.parent, host or HOST)
 
 
+def _read_plan(folder: Path, *, wait_s: float) -> dict[str, Any]:
+    """Return a run's plan of its servers, waiting up to `wait_s` for the run to write it.
+
+    Raises OSError if there is none by then.
+    """
+    file = folder / PLAN
+    deadline = time.monotonic() + wait_s
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    plan: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return plan
+
+
 def _serve_alone(args: Namespace, overrides: list[str]) -> int:
-    """Run a server for the `servers.admin_urls` of other runs, with the typed settings."""
+    """Run a server for the `servers.admin_urls` of other runs, with the typed settings.
+
+    All that can be refused is refused before weights are downloaded and the folder is made.
+    """
     from agenttrain.runs.sampling import server_inputs
 
     folder, port, host = args.folder, args.port, args.host or HOST
@@ -84,7 +105,8 @@ def _serve_alone(args: Namespace, overrides: list[str]) -> int:
             raise ConfigError(f"--{key} {value}: has no effect beside --port; leave it out")
     _check_free(host, port)
     config = _settings_for_server(args, overrides)
-    fetch(config, "eval")  # as an evaluation, the server needs no teacher
+    # Download the models of an evaluation: unlike training, serving needs no teacher model.
+    fetch(config, "eval")
     folder.mkdir(parents=True, exist_ok=True)
     inputs = server_inputs(config, folder.resolve(), on_gpu=count_gpus() > 0)
     serve_alone = spec_of(config.engine).serve_alone
@@ -104,10 +126,11 @@ def _settings_for_server(args: Namespace, overrides: Sequence[str]) -> RunConfig
     if args.folder is not None and (args.folder / "config.yaml").exists():
         raise ConfigError(f"{args.folder}: holds a run; {ELSEWHERE}")
     if not any(text.startswith("engine=") for text in overrides):
-        overrides = [names_with(fleet=True), *overrides]
+        overrides = [names_with(fleet=True), *overrides]  # the engine that has servers
     source = source_of(args)
     with hydra_session(source):
-        # No run starts here, so that no experiment has to be named.
+        # `open_keys` admits keys that no YAML lists, as tools.sql.timeout_s. starts=False: no run
+        # starts here, so that no experiment has to be named.
         config = compose_new(open_keys(overrides), source, starts=False).config
         validate(config)
     spec = spec_of(config.engine)

@@ -94,7 +94,8 @@ def export(
 ) -> None:
     """Write the model of `checkpoint` to `folder`, for transformers, vLLM and others to load.
 
-    `form`: `adapter` copies the adapters, the others merge them into their base model. The
+    `form` is `adapter`, which copies the adapters alone, or `transformers` or `merged`, which both
+    merge adapters into their base model (the command refuses `merged` without adapters). The
     tokenizer has the chat template that the run was trained with, and the files name the tokens
     that ended its turns. `dtype`: `auto` (that of the training), `float32`, `bfloat16` or
     `float16`. The folder appears once it is complete. `name` is the model's in its card. Raises
@@ -111,25 +112,24 @@ def export(
     shutil.rmtree(part, ignore_errors=True)  # of an export that was killed
     part.mkdir(parents=True)
     try:
-        weights = "complete"
+        description = "complete"  # of the weights, for the model card
         if form == "adapter":
             for file in (*ADAPTER_FILES, BASE_QUANTIZATION, GENERATION_FILE):
                 if (checkpoint / file).is_file():
                     shutil.copyfile(checkpoint / file, part / file)
         else:
             model, merging, rounding = _load_model(checkpoint, dtype)
-            weights += merging
             model.save_pretrained(part)
-            weights += f", saved in {str(model.dtype).removeprefix('torch.')}"
+            description += f"{merging}, saved in {str(model.dtype).removeprefix('torch.')}"
             if rounding:
-                weights += (
+                description += (
                     f", whose rounding moves the adapted weights by {100 * rounding:.2g} % of what "
                     "the adapters change"
                 )
-                print(weights)  # a loss that --dtype float32 avoids
+                print(description)  # a loss that --dtype float32 avoids
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(part)
         copy_processors(checkpoint, part)
-        _describe(checkpoint, part, name or folder.name, form, weights)
+        _describe(checkpoint, part, name or folder.name, form, description)
         # safetensors writes weights that only their owner may read.
         for path in (part, *part.rglob("*")):
             path.chmod(ENTERABLE if path.is_dir() else READABLE)
@@ -160,7 +160,7 @@ class LoadedModel(NamedTuple):
     """What was merged, for the model card; empty without adapters."""
     rounding: float
     """How far the rounding to the model's dtype moves the adapted weights, as a share of what the
-    adapters change."""
+    adapters change; 0 without adapters."""
 
 
 def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
@@ -177,19 +177,22 @@ def _load_model(checkpoint: Path, dtype: str) -> LoadedModel:
     if adapted and dtype == "auto":  # adapter files do not name their base model's dtype
         dtype = _run_config(checkpoint).get("model", {}).get("dtype", dtype)
     torch_dtype: torch.dtype | str = dtype if dtype == "auto" else getattr(torch, dtype)
-    # None: the base was not in 4 bits. True: it was, and its scales were quantized too, to 8 bits
-    # ("double quantization"). False: it was, with scales in 32 bits.
-    double = None
+    # None: the adapters were trained on a base that was not in 4 bits. Otherwise True if the scales
+    # of its 4 bits were quantized too, to 8 bits ("double quantization").
+    double_quantization: bool | None = None
     if (quantized := checkpoint / BASE_QUANTIZATION).is_file():
-        double = json.loads(quantized.read_text(encoding="utf-8"))["double_quantization"]
+        settings = json.loads(quantized.read_text(encoding="utf-8"))
+        double_quantization = settings["double_quantization"]
     with only_tensors(checkpoint):
         if not adapted:
             with keeping_float32():  # as `merged` loads the base
                 model = auto_class(checkpoint).from_pretrained(checkpoint, dtype=torch_dtype)
-            return LoadedModel(model, "", 0.0)
-        model, rounding = merged(checkpoint, torch_dtype, double=double)
+            return LoadedModel(model, merging="", rounding=0.0)
+        model, rounding = merged(checkpoint, torch_dtype, double=double_quantization)
     merging = ", adapters (LoRA) merged in float32"
-    if double is not None:
+    if double_quantization is not None:
+        # The base was quantized and dequantized, so that the adapters meet the weights that they
+        # were trained on.
         merging += " into the base as its 4 bits (nf4) stand for it"
     return LoadedModel(model, merging, rounding)
 
@@ -203,8 +206,9 @@ def _run_config(checkpoint: Path) -> dict[str, Any]:
 def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str) -> None:
     """Write the model card and the run's settings into the exported model's `folder`.
 
-    Adapters get the name that the run has for their base model. Without the run's settings nothing
-    is written.
+    `name` and `weights` are texts for the card. In the settings of adapters, the path of their base
+    model becomes its hub id, if it has one. Does nothing for a checkpoint outside a run folder,
+    which has no settings.
     """
     from agenttrain.commands.model_card import SETTINGS, model_card, published_settings
     from agenttrain.engines.vision import PROCESSOR_FILE
@@ -213,6 +217,7 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
     if not config:
         return
     state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    # A state without a step takes it from the folder's name, step-000010.
     step = int(state.get("step", checkpoint.name.removeprefix("step-")))
     sees = (folder / PROCESSOR_FILE).is_file()  # a model that reads images
     adapter = form == "adapter"
@@ -222,11 +227,10 @@ def _describe(checkpoint: Path, folder: Path, name: str, form: str, weights: str
     (folder / "README.md").write_text(card, encoding="utf-8")
     (folder / SETTINGS).write_text(published_settings(config), encoding="utf-8")
     model_settings = config.get("model", {})
-    # The checkpoint's file may name the base model by its folder in this machine's cache. Others
-    # need the name and revision of the hub.
-    # A folder has no revision, also one whose path looks like an id of the hub.
+    # A folder's path may look like an id, org/name; only a model of the hub has a revision too.
     is_of_hub = ID.fullmatch(str(model_settings.get("path"))) and model_settings.get("revision")
     if adapter and is_of_hub:
+        # The file may name the base model by its folder in this machine's cache.
         file = folder / ADAPTER_FILES[0]
         adapter_config = json.loads(file.read_text(encoding="utf-8"))
         if not is_hub_id(adapter_config["base_model_name_or_path"]):

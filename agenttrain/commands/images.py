@@ -6,7 +6,7 @@ import asyncio
 from argparse import Namespace
 from dataclasses import asdict, dataclass
 
-from agenttrain.commands.verb import as_config_error, write_report
+from agenttrain.commands.verb import STDOUT, as_config_error, write_report
 from agenttrain.runs.setup import Components, prepare_images, tasks_to_prepare
 from agenttrain.runtimes import images
 from agenttrain.settings.run_config import RunConfig
@@ -33,7 +33,8 @@ def show(config: RunConfig, args: Namespace) -> int:
             prepare_images(components)
         names = list(components.machines.images_of(tasks_to_prepare(components)))
         reports = asyncio.run(_examine(config.runtime.client, names))
-    if write_report([asdict(report) for report in reports], args.json):
+    write_report([asdict(report) for report in reports], args.json)
+    if args.json != STDOUT:  # there the JSON takes the place of the text
         for report in reports:
             state = "present" if report.present else "missing"
             origin = f"  from {report.source}" if report.source else ""

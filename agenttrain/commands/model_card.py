@@ -100,22 +100,26 @@ def model_card(
     return hide_secrets(card)
 
 
-def _task_facts(config: Mapping[str, Any], rows: Mapping[str, Any], *, sft: bool) -> dict[str, str]:
-    """Return rows, rewards and tools of a run, or of a source with the section `rows`."""
-    sections_of_source = {
-        key: rows[key] for key in ("reward", "tools") if rows.get(key) is not None
-    }
-    sections = {**config, **sections_of_source}
-    train = dict(rows.get("train", {}))
-    source = train.pop("_target_", "unknown")
-    arguments = ", ".join(f"{key}={value}" for key, value in train.items() if value is not None)
+def _task_facts(config: Mapping[str, Any], data: Mapping[str, Any], *, sft: bool) -> dict[str, str]:
+    """Return the card's facts about the data, rewards and tools of a run or of one of its sources.
+
+    `data` is the run's section `data`, or a source's (`data.sources.<name>`), which may have
+    rewards and tools of its own in place of the run's. A supervised run (`sft`) has no rewards.
+    """
+    own_sections = {key: data[key] for key in ("reward", "tools") if data.get(key) is not None}
+    sections = {**config, **own_sections}
+    arguments = dict(data.get("train", {}))
+    row_class = arguments.pop("_target_", "unknown")  # the others are its arguments
+    argument_text = ", ".join(
+        f"{key}={value}" for key, value in arguments.items() if value is not None
+    )
     rewards = [
         f"`{name}` (weight {section.get('weight', 1)})"
         for name, section in dict(sections.get("reward", {})).items()
-        if isinstance(section, Mapping)
+        if isinstance(section, Mapping)  # only a section has a weight: not null
     ]
     return {
-        "data": f"`{source}`" + (f" ({arguments})" if arguments else ""),
+        "data": f"`{row_class}`" + (f" ({argument_text})" if argument_text else ""),
         **({} if sft else {"rewards": ", ".join(rewards) or "none"}),
         "tools": ", ".join(f"`{tool}`" for tool in sections.get("tools", {})) or "none",
     }

@@ -65,19 +65,20 @@ def play(config: RunConfig, args: Namespace, folder: Path | None) -> int:
 
     `folder`: the run of `run=`; None for a model without a run.
     """
-    # `sampling_engine` takes engine=transformers in the place of an engine with its own weights.
+    # An engine with a copy of the weights of its own (vLLM) takes long to start: `sampling_engine`
+    # takes engine=transformers in its place, which has no grammars for structured calls.
     is_replaced = spec_of(config.engine).own_weights
     if is_replaced and config.rollout.structured_calls:
-        # The run's engine has grammars, and engine=transformers has none.
         config = replace(config, rollout=replace(config.rollout, structured_calls=False))
     console = Console(highlight=False, soft_wrap=True)
     with asyncio.Runner() as runner:
         session = Session(console, config, args, folder)
         try:
-            with no_garbage_collection():  # imports torch, and loads the model
+            # `open` imports torch and loads the model: collections meanwhile would only cost time.
+            with no_garbage_collection():
                 runner.run(session.open())
             for line in _input_lines(console):
-                try:
+                try:  # an error ends the conversation, not the program
                     if not runner.run(session.handle(line)):
                         break
                 except KeyboardInterrupt:
@@ -145,10 +146,11 @@ class Player:
         """True if the cursor is at the beginning of a line."""
 
     async def ask(self, task: Task, text: str | None, number: int) -> None:
-        """Let the model answer `text` in the conversation that goes on.
+        """Let the model answer a message, in the conversation that goes on or in a new one.
 
-        Without one, begin conversation `number` with `task`: its last message is answered, and
-        `text` is not read.
+        While a conversation goes on, `text` is the message, and the others are not read. Otherwise
+        conversation `number` begins with `task`: its last message is answered, and `text` is not
+        read.
         """
         from agenttrain.engines.base import Streaming
         from agenttrain.rollout.config import RolloutRequest
@@ -156,8 +158,10 @@ class Player:
 
         config = self.components.config
         if self.conversation is None:
-            # Tools, which the players share, tell rollouts apart by their ids.
-            session = f"play-{number}-{self.name.partition(' ')[0]}"
+            # Tools, which the players share, tell rollouts apart by their ids. A name is `agent`,
+            # `before training` or `after training`.
+            first_word = self.name.partition(" ")[0]
+            session = f"play-{number}-{first_word}"
             seed = derive_seed(config.seed, "play", number)
             sampling = config.eval.sampling(seed)
             if isinstance(self.engine, Streaming):
@@ -264,8 +268,8 @@ class Session:
         """The models that answer, one or two; filled by `open`."""
         self._components: Components | None = None
         """Set by `open`."""
-        self._conversations = 0
-        """Messages that were sent: numbers the next conversation."""
+        self._sent_messages = 0
+        """A conversation has the number of the message that begins it, from 1."""
 
     def print(self, text: str, style: str = "dim") -> None:
         """Print a line of the program's own."""
@@ -279,15 +283,17 @@ class Session:
         config = self.config
         verify_model(config)
         components = self._components = Components(config, "play")
-        if self.folder is None:  # a run has checked its template before it trained
+        # The certificate is the check of the chat template. A run has passed it before training.
+        if self.folder is None:
             components.certificate.raise_if_refused()
         self.players.append(Player("agent", components, sampling_engine(config), self.console))
         if self.compares:
             assert self.folder is not None
+            # The model that the run's training began with.
             path, revision, init = first_model(run_of(self.folder))
             model = replace(config.model, path=path, revision=revision, init=init)
             untrained = replace(config, model=model)
-            tools = (components.toolbox, components.environments)
+            tools = (components.toolbox, components.environments)  # both models call the same ones
             untrained_components = Components(untrained, "play", tools=tools)
             engine = sampling_engine(untrained)
             self.players[0].name = "after training"
@@ -356,12 +362,12 @@ class Session:
             # The typed message takes the place of the row's question, after its system message.
             system = [m for m in task.messages[:1] if m["role"] == "system"]
             task = replace(task, messages=(*system, {"role": "user", "content": text}))
-        self._conversations += 1
+        self._sent_messages += 1
         for player in self.players:
             if player.stop_reason is not None:
                 await player.reset()
             self._print_head(player)
-            await player.ask(task, text, self._conversations)
+            await player.ask(task, text, self._sent_messages)
             if (reason := player.stop_reason) is not None:
                 assert player.conversation is not None
                 rollout = player.conversation.rollout
@@ -382,9 +388,10 @@ class Session:
             raise ConfigError(f"row={self.row}: {key} has {len(source)} rows, from 0")
         task = source.row(self.row)
         roles = [message["role"] for message in task.messages]
-        # A row that ends with a question may have earlier answers: they are its history.
-        is_demonstration = bool(roles) and roles[-1] != "user"
-        if is_demonstration and "assistant" in roles:
+        # A demonstration ends with an answer: it is cut before its first answer. A row that ends
+        # with a question keeps its answers, the history of that question.
+        ends_with_question = roles[-1:] == ["user"]
+        if not ends_with_question and "assistant" in roles:
             task = replace(task, messages=task.messages[: roles.index("assistant")])
         return replace(task, user_turns=())  # later turns are typed
 

@@ -14,6 +14,15 @@ MAIN_AGENT = 0
 """Number of the first agent's first trajectory."""
 
 
+class Place(NamedTuple):
+    """Where a turn is recorded."""
+
+    trajectory: int
+    """Number of the trajectory."""
+    turn: int
+    """Turn of that trajectory, from 0."""
+
+
 class CallKey(NamedTuple):
     """A call of a rollout. The ids of a turn's calls are distinct."""
 
@@ -34,69 +43,87 @@ class RecordedCalls:
 
     def __init__(self, record: Record) -> None:
         self._trajectories: list[Record] = record["trajectories"]
-        self._agents: dict[int, list[tuple[int, int]]] = {}
-        """First trajectory of an agent -> (trajectory, turn in it) of each turn of the agent."""
+        self._turns_by_agent = self._collect_turns()
+        """Agent (number of its first trajectory) -> the places of all its turns."""
+        self.sub_agents = self._collect_sub_agents()
+        """Call -> the sub-agents that it began, in their order."""
+        self.results = self._match_results(record)
+        """Call -> its result."""
+
+    def _collect_turns(self) -> dict[int, list[Place]]:
+        """Return the places of each agent's turns.
+
+        An agent has several trajectories if its history was rewritten.
+        """
+        turns_by_agent: dict[int, list[Place]] = {}
         for number, trajectory in enumerate(self._trajectories):
-            # An agent has several trajectories if its history was rewritten.
+            # A turn may have several sampled spans. They are numbered from 0 in each trajectory.
             sampled_turns = {
                 span["turn"] for span in trajectory["spans"] if span["origin"] == Origin.sampled
             }
-            places = self._agents.setdefault(self._agent_of(number), [])
-            places += [(number, turn) for turn in range(len(sampled_turns))]
-        self.sub_agents: dict[CallKey, list[int]] = {}
-        """First trajectories of the sub-agents of a call, in their order."""
-        for number in self._agents:
-            if (delegation := self._trajectories[number].get("delegation")) is not None:
-                caller = (delegation["caller"][0], delegation["caller"][1])
-                key = self._key(caller, delegation["call_id"])
-                self.sub_agents.setdefault(key, []).append(number)
-        self.results: dict[CallKey, ToolResult] = {}
-        remaining = iter(tool_results(record))  # in the order in which they were given
+            places = turns_by_agent.setdefault(self._agent_of(number), [])
+            places += [Place(number, turn) for turn in range(len(sampled_turns))]
+        return turns_by_agent
+
+    def _collect_sub_agents(self) -> dict[CallKey, list[int]]:
+        """Return the sub-agents that each call began."""
+        sub_agents: dict[CallKey, list[int]] = {}
+        for agent in self._turns_by_agent:
+            if (delegation := self._trajectories[agent].get("delegation")) is not None:
+                key = self._key(Place(*delegation["caller"]), delegation["call_id"])
+                sub_agents.setdefault(key, []).append(agent)
+        return sub_agents
+
+    def _match_results(self, record: Record) -> dict[CallKey, ToolResult]:
+        """Return the result of each call: results are recorded in the order of the answers."""
+        results: dict[CallKey, ToolResult] = {}
+        remaining = iter(tool_results(record))
         result = next(remaining, None)
-        for place in self._ended_turns(MAIN_AGENT):
+        for place in self._turns_in_order_of_answers(MAIN_AGENT):
             for call_id in self._answered_calls(place):
                 # A reply without a recorded result leaves the next one to its own call.
                 if result is not None and result.call.id == call_id:
-                    self.results[self._key(place, call_id)] = result
+                    results[self._key(place, call_id)] = result
                     result = next(remaining, None)
+        return results
 
     def _agent_of(self, number: int) -> int:
         """Return the trajectory with which the agent of a trajectory began."""
         parent = self._trajectories[number]["parent"]
         return number if parent is None else self._agent_of(parent[0])
 
-    def _key(self, place: tuple[int, int], call_id: str) -> CallKey:
-        agent = self._agent_of(place[0])
-        return CallKey(agent, self._agents[agent].index(place), call_id)
+    def _key(self, place: Place, call_id: str) -> CallKey:
+        agent = self._agent_of(place.trajectory)
+        return CallKey(agent, self._turns_by_agent[agent].index(place), call_id)
 
-    def _ended_turns(self, agent: int) -> Iterator[tuple[int, int]]:
-        """Yield (trajectory, turn in it) in the order in which the turns' calls were answered.
+    def _turns_in_order_of_answers(self, agent: int) -> Iterator[Place]:
+        """Yield the turns of an agent and of its sub-agents as their calls were answered.
 
-        A sub-agent's calls are answered before the call that began it. `agent` is the number of the
-        agent's first trajectory; `_agents` lists the places, (trajectory, turn), of its turns.
+        A sub-agent's calls are answered before the call that began it. If turn 0 of agent 0 begins
+        agent 1, the order is: all turns of agent 1, turn 0 of agent 0, turn 1 of agent 0.
         """
-        for turn, place in enumerate(self._agents[agent]):
+        for turn, place in enumerate(self._turns_by_agent[agent]):
             sub_agents = [
-                number
-                for key, numbers in self.sub_agents.items()
+                sub_agent
+                for key, begun in self.sub_agents.items()
                 if (key.agent, key.turn) == (agent, turn)
-                for number in numbers
+                for sub_agent in begun
             ]
             # Trajectories are numbered in the order in which they began.
             for sub_agent in sorted(sub_agents):
-                yield from self._ended_turns(sub_agent)
+                yield from self._turns_in_order_of_answers(sub_agent)
             yield place
 
-    def _answered_calls(self, place: tuple[int, int]) -> list[str]:
+    def _answered_calls(self, place: Place) -> list[str]:
         """Return the ids of a turn's calls that were answered, in their order.
 
         Malformed calls may be ignored, and a turn that ends its agent is not answered.
         """
-        number, turn = place
-        trajectory = self._trajectories[number]
+        trajectory = self._trajectories[place.trajectory]
         added = trajectory["messages"][len(prompt_messages(trajectory)) :]
         answers = [i for i, message in enumerate(added) if message["role"] == "assistant"]
-        if turn >= len(answers):
+        if place.turn >= len(answers):
             return []
-        replies = takewhile(lambda message: message["role"] == "tool", added[answers[turn] + 1 :])
+        after_answer = added[answers[place.turn] + 1 :]
+        replies = takewhile(lambda message: message["role"] == "tool", after_answer)
         return [message["tool_call_id"] for message in replies]

@@ -30,20 +30,24 @@ STAGES: dict[str, tuple[str, ...]] = {
 
 
 def replay(args: Namespace) -> int:
-    """Repeat the rollouts of a step, or the step of a crash.
+    """Repeat the rollouts of a step, or the stage of a step that crashed.
 
-    Returns exit code 0 for identical rollouts or the same culprit, else 1. Raises ConfigError.
+    The folder is a run or a crash bundle, which a crash leaves. Of a bundle the failed stage is
+    repeated (STAGES), unless `--step`, `--rollout` or `--tools live` asks for rollouts. Returns
+    exit code 0 for identical rollouts or the same culprit, else 1. Raises ConfigError.
     """
     folder, step, trust = args.folder, args.step, args.trust == "true"
     live = args.tools == "live"
-    # Options that choose rollouts replay those of a crash bundle instead of its failed stage.
-    chooses_rollouts = step is not None or args.rollout is not None or live
-    failed_stage = None if chooses_rollouts else _crash_stage(folder)
+    asks_for_rollouts = step is not None or args.rollout is not None or live
+    failed_stage = None if asks_for_rollouts else _crash_stage(folder)
     # Sections of the saved settings whose code will run: the user has to trust it.
-    code = STAGES[failed_stage] if failed_stage is not None else ("data", "rollout")
-    # With the schemas in tools.json no code of tools has to run.
-    if failed_stage is None and (live or not (folder / "tools.json").is_file()):
-        code = (*code, "tools", "environment", "user")
+    code: tuple[str, ...]
+    if failed_stage is not None:
+        code = STAGES[failed_stage]
+    elif live or not (folder / "tools.json").is_file():
+        code = ("data", "rollout", "tools", "environment", "user")
+    else:  # the schemas in tools.json stand in for the code of tools
+        code = ("data", "rollout")
     with hydra_session(Source()):
         config = saved_settings(
             f"replay {folder}", folder, Source(), used_sections=code, trust=trust

@@ -98,38 +98,64 @@ def replay_rollouts(
     """
     command = f"replay {folder}"
     refuse_sources(command, config)
-    records = step_records(folder, step, command)
-    if rollout_id is not None:
-        recorded_ids = [record["rollout_id"] for record in records]
-        if rollout_id not in recorded_ids:
-            raise ConfigError(
-                f"{command} --step {step} --rollout {rollout_id}: no such rollout"
-                f"{did_you_mean(rollout_id, recorded_ids)}; there are {recorded_ids[0]} to "
-                f"{recorded_ids[-1]}"
-            )
-        records = [record for record in records if record["rollout_id"] == rollout_id]
+    records = _chosen_records(folder, step, rollout_id, command)
     components = Components(config, tools=None if live else read_declared(folder))
     _ = components.chat  # built first: its error is reported before one of the data
     if read_summary(folder).get("verb") == "sft":
-        return _print_all(records, _demonstration_differences(components, records), step)
-    if config.agent.outside:
-        return _print_all(records, _outside_agent_differences(components, records), step)
-    tasks = recorded_tasks(config, components.tasks, records, step)
+        differences = _demonstration_differences(components, records)
+    elif config.agent.outside:
+        differences = _outside_agent_differences(components, records)
+    else:
+        differences = _loop_differences(config, components, records, step, command, live=live)
+    return _print_all(records, differences, step)
+
+
+def _chosen_records(
+    folder: Path, step: int, rollout_id: str | None, command: str
+) -> list[dict[str, Any]]:
+    """Return the records of a step, or the one of a rollout; raises ConfigError without it."""
+    records = step_records(folder, step, command)
+    if rollout_id is None:
+        return records
+    recorded_ids = [record["rollout_id"] for record in records]
+    if rollout_id not in recorded_ids:
+        raise ConfigError(
+            f"{command} --step {step} --rollout {rollout_id}: no such rollout"
+            f"{did_you_mean(rollout_id, recorded_ids)}; there are {recorded_ids[0]} to "
+            f"{recorded_ids[-1]}"
+        )
+    return [record for record in records if record["rollout_id"] == rollout_id]
+
+
+def _loop_differences(
+    config: RunConfig,
+    components: Components,
+    records: Sequence[dict[str, Any]],
+    step: int,
+    command: str,
+    *,
+    live: bool,
+) -> list[str | None]:
+    """Run the tool loop again for each record; return what differs, or None.
+
+    Raises ConfigError if the data has no row with a record's id and prompt.
+    """
+    tasks = recorded_tasks(config, components.tasks, records, step)  # by rollout id
     missing = [record["task_id"] for record in records if record["rollout_id"] not in tasks]
     if missing:
         raise ConfigError(
             f"{command} step={step}: task {missing[0]} with its recorded prompt is not in the data "
             "now; a replay needs the rows that the run had"
         )
-    if step == EVALUATED:  # evaluations may have fewer tools, and limits of their own
+    if step == EVALUATED:  # the number under which `agenttrain eval` records its rollouts
+        # Evaluations may have fewer tools (eval.tools), and limits of their own.
         environments = components.environments
         for evaluated_id, task in tasks.items():
             methods = environments.toolbox_of(environments.kind_of(task))
             declared = (*components.toolbox.names, *methods.names)
             tasks[evaluated_id] = restricted(task, config.eval.tools, declared)
         config = replace(config, rollout=limits_of(config.rollout, config.eval))
-    differences = asyncio.run(_replay_all(config, components, records, tasks, live=live))
-    return _print_all(records, differences, step)
+    return asyncio.run(_replay_all(config, components, records, tasks, live=live))
 
 
 def _outside_agent_differences(
@@ -236,6 +262,8 @@ async def replay(
     tools, environments = components.toolbox, components.environments
     user = components.user if live else recorded_user(record, task, config, environments)
     if not live:
+        # A recorded environment that ended the episode did so in the last turn: then the engine has
+        # no completion left.
         tools, environments = recorded_tools(
             record, task, tools, environments, in_last_turn=lambda: engine.exhausted
         )
@@ -251,7 +279,8 @@ async def replay(
         engine=engine,
         chat=components.chat,
         toolbox=tools,
-        # No record says when time ran out. A fault of a tool must end this rollout, not the replay.
+        # No record says when time ran out: there is no timeout. A fault of a tool that runs `live`
+        # ends only its rollout (drop), so that the others are still replayed.
         limits=replace(config.rollout, timeout_s=None, on_tool_failure=OnToolFailure.drop),
         environments=environments,
         simulated_user=user,

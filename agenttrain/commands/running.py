@@ -75,7 +75,11 @@ def check_verb_settings(args: Namespace, overrides: Sequence[str]) -> int:
 
 
 def run(command: Command) -> int:
-    """Check the runs of a command and start them; return the exit code. Raises ConfigError."""
+    """Check the runs of a command and start them; return the exit code. Raises ConfigError.
+
+    The command is a sweep, new or resumed, or a single run: a new one, a saved one that is resumed
+    or evaluated (`command.saved`), or one that another process has begun, which this one joins.
+    """
     with hydra_session(command.source):
         if command.sweep and command.saved is not None:
             from agenttrain.commands.sweep.command import resume
@@ -84,27 +88,44 @@ def run(command: Command) -> int:
         runs = compose_all(command)
         raise_config_error(_machine_problems(command, runs))
         from agenttrain.launch.processes import assigned_folder, is_later_node
-        from agenttrain.settings.pinning import fetch
 
         if command.sweep:
-            from agenttrain.commands.sweep import command as sweeps
-
-            for composed in runs:
-                fetch(composed.config, command.verb)
-            return sweeps.start(command, runs)
-        # `assigned` is set if a launcher started this process as a rank: the folder is its choice.
-        assigned, composed = assigned_folder(), runs[0]
-        joins_run = assigned is not None or is_later_node(composed.config.distributed)
-        if not joins_run and command.saved is None:
-            typed_folder = named_folder(command.overrides)
-            if typed_folder is not None and _holds_run(typed_folder) and not command.auto:
-                raise _folder_is_taken(typed_folder)
-            fetch(composed.config, command.verb)  # before the run folder: the download may fail
-            return _launch_new(command, composed)  # Hydra makes the folder, in its session
-    if command.saved is not None and assigned is None:
+            return _start_sweep(command, runs)
+        composed = runs[0]
+        # A process that a launcher started as a rank has the launcher's folder.
+        folder_of_launcher = assigned_folder()
+        joins_run = folder_of_launcher is not None or is_later_node(composed.config.distributed)
+        if command.saved is None and not joins_run:
+            return _start_new(command, composed)  # Hydra makes the folder, in its session
+    if command.saved is not None and folder_of_launcher is None:
         return _continue_run(command, command.saved, composed)
     # A later node has no folder yet: the first rank sends it the name.
-    return _launch(command, composed, assigned or Path(), announce=False)
+    return _launch(command, composed, folder_of_launcher or Path(), announce=False)
+
+
+def _start_sweep(command: Command, runs: Sequence[Composed]) -> int:
+    """Download what the runs of a new sweep need, and start them."""
+    from agenttrain.commands.sweep import command as sweeps
+    from agenttrain.settings.pinning import fetch
+
+    for composed in runs:
+        fetch(composed.config, command.verb)
+    return sweeps.start(command, runs)
+
+
+def _start_new(command: Command, composed: Composed) -> int:
+    """Start a new run in a new folder. Needs a `hydra_session`.
+
+    Raises ConfigError if the folder holds a run already. With resume=auto (`command.auto`) another
+    node may have begun the run in the meantime: `_launch_new` then resumes it.
+    """
+    from agenttrain.settings.pinning import fetch
+
+    typed_folder = named_folder(command.overrides)
+    if typed_folder is not None and _holds_run(typed_folder) and not command.auto:
+        raise _folder_is_taken(typed_folder)
+    fetch(composed.config, command.verb)  # before the run folder: the download may fail
+    return _launch_new(command, composed)
 
 
 def _machine_problems(command: Command, runs: Sequence[Composed]) -> list[str]:
@@ -172,25 +193,33 @@ def _show(command: Command, args: Namespace) -> int:
 
 @no_garbage_collection()
 def compose_all(command: Command) -> list[Composed]:
-    """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`."""
-    overrides, source = command.overrides, command.source
-    if command.saved is not None:
-        from agenttrain.settings.checks import check_for_verb, validate
-        from agenttrain.settings.pinning import pin
-        from agenttrain.settings.saved import TRAINED, USED
+    """Return the checked settings of every run; raises ConfigError. Needs a `hydra_session`.
 
-        composed = _load_saved(command, command.saved)
-        # Import only sections whose code the verb runs: the user was asked to trust these alone.
-        code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
-        validate(composed.config, code=code)
-        pin(composed, command.verb)
-        check_for_verb(command.verb, composed.config, overrides)
-        return [composed]
+    A saved run is a single one: `run` resumes saved sweeps without this function.
+    """
+    if command.saved is not None:
+        return [_compose_saved(command, command.saved)]
     if not command.sweep:
-        return [_compose_one(overrides, command)]
+        return [_compose_one(command.overrides, command)]
     from agenttrain.commands.sweep.expand import expand
 
-    return compose_combinations(command, expand(overrides, source).runs)
+    return compose_combinations(command, expand(command.overrides, command.source).runs)
+
+
+def _compose_saved(command: Command, saved: Path) -> Composed:
+    """Compose and check the settings of a saved run, with the command's changes."""
+    from agenttrain.settings.checks import check_for_verb, validate
+    from agenttrain.settings.pinning import pin
+    from agenttrain.settings.saved import TRAINED, USED
+
+    composed = _load_saved(command, saved)
+    # Import only sections whose code the verb runs: the user was asked to trust these alone. A plan
+    # imports none.
+    code = () if command.verb == "plan" else USED.get(command.verb, TRAINED)
+    validate(composed.config, code=code)
+    pin(composed, command.verb)  # replaces revisions by commits
+    check_for_verb(command.verb, composed.config, command.overrides)
+    return composed
 
 
 def compose_combinations(command: Command, combinations: Iterable[Sequence[str]]) -> list[Composed]:
@@ -209,7 +238,7 @@ def compose_combinations(command: Command, combinations: Iterable[Sequence[str]]
             typed = " ".join(as_typed(text) for text in combination)
             raise ConfigError(f"in the run {typed}\n{error}") from error
     if command.verb in SWEPT:
-        verb = "train" if command.verb == CHECK else command.verb
+        verb = "train" if command.verb == CHECK else command.verb  # `check` checks a training
         problems = dict.fromkeys(
             text for run in runs for text in objective_problems(verb, run.config)
         )
@@ -228,39 +257,42 @@ def _load_saved(command: Command, saved: Path) -> Composed:
     )
 
     source, trust = command.source, command.trust
-    # `used` are the sections whose code the verb runs: the user has to trust it. `open_keys` lets
-    # overrides name keys that no YAML file lists.
+    # `used_sections` are those whose code the verb runs: the user has to trust it. By default
+    # they are all that training uses, and for `settings_for_eval` all that an evaluation uses.
+    changes = open_keys(command.overrides)  # which may name keys that no YAML file lists
     if command.auto:
-        return settings_for_auto_resume(saved, open_keys(command.overrides), source, trust=trust)
+        return settings_for_auto_resume(saved, changes, source, trust=trust)
     if command.verb in ("play", "serve"):
-        changes, used = open_keys(command.overrides), USED[command.verb]
+        used = USED[command.verb]
         return settings_for_eval(saved, changes, source, trust=trust, used_sections=used)
     if command.verb == "eval":
         # hydra.run.dir= names the evaluation's folder and changes nothing of the run.
-        changes = [text for text in command.overrides if not text.startswith(RUN_DIR)]
-        return settings_for_eval(saved, open_keys(changes), source, trust=trust)
+        changes = [text for text in changes if not text.startswith(RUN_DIR)]
+        return settings_for_eval(saved, changes, source, trust=trust)
+    # train, sft and check resume the run; a plan is one of resuming it.
     used = USED.get(command.verb, TRAINED)
-    return settings_for_resume(
-        saved, open_keys(command.overrides), source, trust=trust, used_sections=used
-    )
+    return settings_for_resume(saved, changes, source, trust=trust, used_sections=used)
 
 
 def _compose_one(overrides: Sequence[str], command: Command) -> Composed:
-    """Compose and check one new run."""
+    """Compose and check one new run. Raises ConfigError."""
     verb = command.verb
     if not command.sweep and any(key_of(text).split(".")[0] == "sweep" for text in overrides):
         from agenttrain.commands.sweep.command import check_outside_sweep
 
         check_outside_sweep(overrides)
-    # A run that starts has to name an experiment for a model of the user's.
+    # With starts=True a model that is not bundled has to come with an experiment: the default one
+    # has the learning rate and limits of the bundled model.
     composed = compose_new(overrides, command.source, starts=verb in RUNNING)
     from agenttrain.settings.checks import check_for_verb, validate
     from agenttrain.settings.pinning import pin
     from agenttrain.settings.saved import check_new
 
     check_new(composed.config)  # refuses settings of resumed runs
-    validate(composed.config, SIZES if verb == "plan" else tuple(PARTS))
-    pin(composed, verb)
+    # A plan reads only the sizes of the model: its folder needs neither weights nor tokenizer.
+    model_parts = SIZES if verb == "plan" else tuple(PARTS)
+    validate(composed.config, model_parts)
+    pin(composed, verb)  # after the cheap checks: asks the hub for the commits of revisions
     check_for_verb(verb, composed.config, overrides)
     return composed
 

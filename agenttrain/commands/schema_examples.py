@@ -30,14 +30,17 @@ def example(
     resolver: SchemaResolver | None = None,
     depth: int = 0,
 ) -> Any:
-    """Return a value that fits a JSON schema (or a part of the resolver's); texts are of `words`.
+    """Return a value that fits a JSON schema; texts are of `words`.
 
-    Without `rng` it takes the first of several options, and no optional properties. `depth` counts
-    the schemas around this one: from MAX_DEPTH on the value is the smallest, so that a schema that
-    contains itself ends.
+    Without `rng` it takes the first of several options, the lower bound of a number, and no
+    optional properties. Patterns and formats of texts are not followed.
+
+    A call for a part of a schema has the `resolver` of the whole, which finds its references, and
+    in `depth` the number of schemas around the part: from MAX_DEPTH on the value is the smallest,
+    so that a schema that contains itself ends.
 
     Example: ``{"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}},
-    "required": ["n"]}`` -> ``{"n": 7}``. Patterns and formats of texts are not followed.
+    "required": ["n"]}`` -> ``{"n": 3}``, and with `rng` perhaps ``{"n": 7}``.
     """
     resolver = SchemaResolver(schema) if resolver is None else resolver
     inner = partial(example, words=words, rng=rng, resolver=resolver, depth=depth + 1)
@@ -49,12 +52,13 @@ def example(
     schema = resolver.expand(schema)
     if options := resolver.options(schema):
         not_null = [part for part in options if resolver.types(part) != ["null"]]
+        candidates = not_null or options
         if is_deep:
-            # End the nesting: an option that refers to no other schema, else null.
+            # End the nesting: an option that refers to no other schema ($ref, allOf), else null.
             flat = [part for part in not_null if not set(COMBINED) & set(part)]
             null = [part for part in options if part not in not_null]
-            return inner(pick(flat or null or not_null or options))
-        return inner(pick(not_null or options))
+            candidates = flat or null or candidates
+        return inner(pick(candidates))
     for keyword in ("enum", "examples"):
         if schema.get(keyword):
             return pick(schema[keyword])
@@ -72,9 +76,9 @@ def example(
             }
         case "array":
             min_items, items = schema.get("minItems", 0), schema.get("items", {})
-            if rng is None:
-                most = min(schema.get("maxItems", 1), 0 if is_deep else 1)
-                return [inner(items)] * max(min_items, most)
+            if rng is None:  # one item if it may be, all alike if there have to be several
+                length = 0 if is_deep else min(schema.get("maxItems", 1), 1)
+                return [inner(items)] * max(min_items, length)
             max_items = min_items
             if not is_deep:
                 max_items = min(schema.get("maxItems", min_items + 2), min_items + 2)
@@ -101,14 +105,23 @@ def _choose_bounds(schema: Mapping[str, Any], kind: str) -> tuple[float, float]:
     """Return the bounds of an example of a schema of the `kind` integer or number.
 
     Without a lower bound it is 1, or the upper bound if that is lower. Without an upper bound it is
-    the lower one plus 20.
+    the lower one plus 20, so that examples are small numbers.
+
+    Examples: ``{"minimum": 3}`` -> (3, 23), ``{"maximum": 0.5}`` -> (0, 0.5) and for a number
+    ``{"exclusiveMinimum": 0, "exclusiveMaximum": 1}`` -> (0.25, 0.75).
     """
-    # Strictly between exclusive bounds: a step of 1, or of a part of the range.
     above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    # Distance from exclusive bounds. Between two of a number 1 may be too much: a quarter of the
+    # range leaves the half in its middle.
     step = 1.0
     if kind == "number" and above is not None and below is not None:
         step = (below - above) / 4
-    most = schema.get("maximum", None if below is None else below - step)
-    least = 1 if most is None else min(1, floor(most))
-    low = schema.get("minimum", least if above is None else above + step)
-    return low, low + 20 if most is None else most
+    high = schema.get("maximum")
+    if high is None and below is not None:
+        high = below - step
+    low = schema.get("minimum")
+    if low is None and above is not None:
+        low = above + step
+    if low is None:  # `floor`, so that it is a whole number for integers too
+        low = 1 if high is None else min(1, floor(high))
+    return low, low + 20 if high is None else high

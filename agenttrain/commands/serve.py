@@ -109,15 +109,17 @@ def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
     from agenttrain.serving.answers import ChatServer
     from agenttrain.serving.app import build_app, run
 
-    with no_garbage_collection():
+    with no_garbage_collection():  # collections while a model loads would only cost time
         chat, engine = _load_chat(config), sampling_engine(config)
     server = ChatServer(engine=engine, chat=chat, model=args.name, defaults=config.eval.sampling())
     _announce(config, args, listener.getsockname()[1])
-    local = args.host in LOOPBACK
+    # Names in the header Host that the app answers to: another name may be a web page's that leads
+    # here (DNS rebinding). A server for other machines is reached by its IP address too.
+    is_local = args.host in LOOPBACK
     names = {*LOOPBACK, *args.hosts}
-    if not local:
+    if not is_local:
         names |= {args.host, gethostname()}
-    app = build_app(server, hosts=names, any_address=not local, on_end=engine.aclose)
+    app = build_app(server, hosts=names, any_address=not is_local, on_end=engine.aclose)
     run(app, listener)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.engines.registry import names_with, specs
 from agenttrain.types import ConfigError
 
@@ -30,7 +30,8 @@ def servers(args: Namespace) -> int:
             f"{folder}: no servers of a run have been here; a run with "
             f"{names_with(fleet=True)} has some"
         )
-    if write_report(status, args.json):
+    write_report(status, args.json)
+    if args.json != STDOUT:  # there the JSON takes the place of the text
         _print(folder, status)
     return 0
 

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.data.config import SOURCES, DataConfig, SourceConfig
 from agenttrain.settings.components import ONE_BESIDE, SETTINGS_BESIDE
 from agenttrain.settings.run_config import CHOICES, RunConfig, choices
@@ -54,28 +54,31 @@ class Setting:
 
 def settings(args: Namespace) -> int:
     """Print all settings, those of a section or key, or their schema; raises ConfigError."""
-    section = args.section
-    if args.schema and section is not None:
-        raise ConfigError(f"{section}: the schema is of all sections; leave it out")
+    selected = args.section  # a section or a key: `eval`, `eval.samples`
+    if args.schema and selected is not None:
+        raise ConfigError(f"{selected}: the schema is of all sections; leave it out")
     if args.schema:
         print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
         return 0
     listed = list(all_settings())
-    if section is not None:
-        names = dict.fromkeys(setting.key.partition(".")[0] for setting in listed)
-        first = section.partition(".")[0]
-        if first not in names:
-            hint = did_you_mean(section, names)
-            raise ConfigError(f"{section}: no such section{hint}; there are: {', '.join(names)}")
-        keys = dict.fromkeys(setting.key for setting in listed)
+    if selected is not None:
+        sections = dict.fromkeys(setting.key.partition(".")[0] for setting in listed)
+        section = selected.partition(".")[0]
+        if section not in sections:
+            hint = did_you_mean(selected, sections)
+            raise ConfigError(
+                f"{selected}: no such section{hint}; there are: {', '.join(sections)}"
+            )
+        all_keys = dict.fromkeys(setting.key for setting in listed)
         # The dots end both names: `eval` finds `eval.samples`, but no section `evaluator`.
-        listed = [setting for setting in listed if f"{setting.key}.".startswith(f"{section}.")]
+        listed = [setting for setting in listed if f"{setting.key}.".startswith(f"{selected}.")]
         if not listed:
             raise ConfigError(
-                f"{section}: unknown key{did_you_mean(section, keys)}; agenttrain settings "
-                f"{first} prints those of its section"
+                f"{selected}: unknown key{did_you_mean(selected, all_keys)}; agenttrain settings "
+                f"{section} prints those of its section"
             )
-    if not write_report([asdict(setting) for setting in listed], args.json):
+    write_report([asdict(setting) for setting in listed], args.json)
+    if args.json == STDOUT:  # the JSON takes the place of the text
         return 0
     for setting in listed:
         default = f" = {setting.default}" if setting.default else ""
@@ -256,7 +259,10 @@ def _field_texts(cls: type) -> Mapping[str, str]:
 
 
 def _type(hint: Any) -> str:
-    """Return a type in words: ``int | None`` -> "whole number or null"."""
+    """Return a setting's type in words: ``int | None`` -> "whole number or null".
+
+    Settings are plain values, enums, tuples of numbers, lists, mappings, and `Any`.
+    """
     parts = [part for part in get_args(hint) if part is not NoneType]
     if NoneType in get_args(hint):
         return f"{_type(parts[0])} or null"
@@ -268,16 +274,19 @@ def _type(hint: Any) -> str:
         return "list"
     if get_origin(hint) is dict:
         return "keys and values"
-    return TYPES.get(hint, "text or null")  # `Any` is read as a text too
+    return TYPES.get(hint, "text or null")  # only `Any` is not among TYPES
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of files that begin with ``# @package _global_``, and of train.yaml.
 
-    Any setting may be left out, and may be an interpolation. pydantic makes a definition of each
-    settings class. The functions below then change the definitions in place.
+    pydantic makes a definition of each settings class. They are then changed in place: any setting
+    may be left out or be an interpolation (`_allow_interpolations`), has its description, and a
+    section may be any of its choices (`_add_choices`) or a component (`_add_components`).
     """
-    # "" is the whole file; the others are sections: "tools", "user", "optimizer=muon".
+    # "" is the whole file; the others are names of sections for the functions below. Sections of
+    # components (tools, user) have the class of the settings beside a `_target_`, and sections with
+    # choices a class for each, "optimizer=muon".
     classes: dict[str, type] = {"": RunConfig, **SETTINGS_BESIDE, **ONE_BESIDE}
     for section, named in choices().items():
         classes |= {f"{section}={name}": cls for name, cls in named.items()}
@@ -327,26 +336,29 @@ def _add_choices(
 ) -> None:
     """Let each section with choices have the keys of any one of them.
 
-    `references` has each choice's definition by ``<section>=<choice>``.
+    The section becomes an `anyOf` of its choices' definitions, and in each definition `name` is one
+    of the choices that have it. `references` has each choice's definition by
+    ``<section>=<choice>``.
     """
-    for section, named in choices().items():
-        owner, _, key = section.rpartition(".")
-        # The only sections with choices that are not at the top are below `algorithm`.
-        parent = definitions["AlgorithmConfig"] if owner else root
-        options = [references[f"{section}={name}"] for name in named]
-        for name, option in zip(named, options, strict=True):
+    for section, classes in choices().items():
+        # A section with choices is at the top (`optimizer`) or below `algorithm`.
+        parent_section, _, key = section.rpartition(".")
+        parent = definitions["AlgorithmConfig"] if parent_section else root
+        options = {name: references[f"{section}={name}"] for name in classes}
+        for name, option in options.items():
             # Choices may share a class, and so a definition: it then lists all their names.
-            definition = _definition(option, definitions)
-            earlier_names = definition["properties"].get("name", {}).get("enum", [])
-            definition["properties"] |= {"name": {"enum": [*earlier_names, name]}}
-        # Engines and objectives may come from outside the package, with other keys. Sections of
-        # CHOICES have bundled choices only.
-        outside = {"type": "object", "required": ["_target_"]}
-        parent["properties"][key]["anyOf"] = [
-            *{option["$ref"]: option for option in options}.values(),  # each definition once
-            *([outside] if section not in CHOICES else []),
-            INTERPOLATION,
+            properties = _definition(option, definitions)["properties"]
+            earlier_names = properties.get("name", {}).get("enum", [])
+            properties["name"] = {"enum": [*earlier_names, name]}
+        alternatives: list[Mapping[str, Any]] = [
+            *{option["$ref"]: option for option in options.values()}.values()  # each once
         ]
+        # Sections of CHOICES have bundled choices only. The others, engines and objectives, may
+        # come from outside the package, with other keys.
+        if section not in CHOICES:
+            alternatives.append({"type": "object", "required": ["_target_"]})
+        # Any setting may be an interpolation, ${…}.
+        parent["properties"][key]["anyOf"] = [*alternatives, INTERPOLATION]
 
 
 def _add_components(

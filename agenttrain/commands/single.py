@@ -72,14 +72,19 @@ def rehearse(args: Namespace, overrides: Sequence[str]) -> int:
 
 def play(args: Namespace, overrides: Sequence[str]) -> int:
     """Talk to an agent."""
-    # Step 0 is no checkpoint: then the newest one answers, and the model before training too.
+    # `--step 0` has no checkpoint: `talk` reads it from `args` too, and lets the model before
+    # training answer beside the newest checkpoint, to compare them.
     checkpoint_step = None if args.step == "0" else args.step
-    folder, words = at_step(overrides, checkpoint_step, typed=args.step)  # `typed`: for messages
+    # The run folder (None without `run=`), and overrides that name its checkpoint. `typed` is the
+    # step for error messages.
+    folder, words = at_step(overrides, checkpoint_step, typed=args.step)
     composed = compose_single("play", args, words)
-    admit_engine(composed, "play")
-    from agenttrain.commands.play import play  # imports torch
+    admit_engine(
+        composed, "play"
+    )  # imports an engine from outside the package, and checks its keys
+    from agenttrain.commands.play import play as talk  # imports torch
 
-    return play(composed.config, args, folder)
+    return talk(composed.config, args, folder)
 
 
 def serve(args: Namespace, overrides: Sequence[str]) -> int:

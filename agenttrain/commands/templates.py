@@ -12,7 +12,7 @@ import argparse
 import copy
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import cache
@@ -27,11 +27,11 @@ from agenttrain.chat.encoding import ChatError
 from agenttrain.chat.features import Status
 from agenttrain.chat.fixes import Family, families
 from agenttrain.chat.loading import load_chat
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.utils.hub import is_hub_id, snapshot
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json", "tokenizer.model")
-OF_A_FOLDER = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
+TOKENIZER_OPTIONS = ("chat_template", "path", "response_schema", "schema_path", "no_tools")
 """Options for the certificate of a tokenizer."""
 
 
@@ -45,7 +45,8 @@ def templates(options: argparse.Namespace) -> int:
         if options.folder is not None:
             return _certify(options)
         table = rows() if options.certify else list(read_shipped().values())
-        if not write_report(json_rows(table), options.json):
+        write_report(json_rows(table), options.json)
+        if options.json == STDOUT:  # the JSON takes the place of the text
             return 0
         print(markdown(table) if options.markdown else plain(table))
         shipped = sorted({row.certified for row in table if row.certified})
@@ -66,10 +67,12 @@ def templates(options: argparse.Namespace) -> int:
 def _check_options(options: argparse.Namespace) -> None:
     """Raise ChatError for options that are wrong, before anything is certified.
 
-    A hub id in `options.folder` becomes the folder of its snapshot, which is downloaded.
+    Without a folder the command prints the table of known templates, which --certify makes anew.
+    With one it certifies the template of the folder's tokenizer. A hub id in `options.folder`
+    becomes the folder of its snapshot, which is downloaded.
     """
     if options.folder is None:
-        names = [name for name in OF_A_FOLDER if getattr(options, name)]
+        names = [name for name in TOKENIZER_OPTIONS if getattr(options, name)]
         if names:
             option = f"--{names[0].replace('_', '-')}"
             raise ChatError(f"{option}: is for a tokenizer: agenttrain templates <folder> {option}")
@@ -107,7 +110,8 @@ def _certify(options: argparse.Namespace) -> int:
         tools=bool(tools),
     )
     certificate = certify(chat, tools)
-    if not write_report({"folder": str(options.folder), **certificate.as_json()}, options.json):
+    write_report({"folder": str(options.folder), **certificate.as_json()}, options.json)
+    if options.json == STDOUT:  # the JSON takes the place of the text
         return 0 if certificate.passed else 1
     print(certificate.markdown() if options.markdown else "\n".join(certificate.lines()))
     if (changes := chat.fix.text()) and not options.markdown:
@@ -214,11 +218,16 @@ def record() -> None:
 
 
 def _certify_family(name: str, family: Family) -> TableRow:
-    """Certify a family with its stock templates, and return its row of the table."""
+    """Certify a family with its stock templates, and return its row of the table.
+
+    Stock templates that are not installed are left out; without any the row says so.
+    """
     certificates: list[Certificate] = []
-    reasoning_fates: dict[str, None] = {}  # an ordered set
+    # Fates of past reasoning, "kept" or "dropped", each once: keys of an ordered set.
+    reasoning_fates: dict[str, None] = {}
     for source, owner in _sources(family).items():
-        if (text := original(source)) is None:
+        text = original(source)
+        if text is None:  # it comes with a package that is not installed
             continue
         tokenizer = copy.copy(small_tokenizer(owner))
         tokenizer.chat_template = text
@@ -229,24 +238,32 @@ def _certify_family(name: str, family: Family) -> TableRow:
         certificates.append(certificate)
         fate = _describe_past_reasoning(certificate) if chat.renders_reasoning else "none"
         reasoning_fates[fate] = None
-    changes = dict.fromkeys(change for c in certificates for change in c.changes)
-    # Shown in the place of changes if no template is installed to certify.
-    first_fix = family.fixes[0] if family.fixes else ()
-    reasons = dict.fromkeys(edit.why for edit in first_fix if edit.why)
     # The worst status: they are declared from best to worst.
     status = max((c.status for c in certificates), key=list(Status).index, default=UNKNOWN)
     note = ", one call per turn" if any(c.one_call_per_turn for c in certificates) else ""
+    # OWN: templates that this package brings in place of a model's.
     note += ", on templates of ours" if any(source in OWN for source in family.originals) else ""
     return TableRow(
         family=name,
         models=family.models,
         tools=family.tools,
         prefix_preserving=all(c.preserving for c in certificates) if certificates else None,
-        fix="; ".join(changes if certificates else reasons),
+        fix="; ".join(_fix_texts(family, certificates)),
         parser=family.response,
         reasoning=" or ".join(reasoning_fates) if reasoning_fates else "unknown",
         certificate=str(status) + note,
     )
+
+
+def _fix_texts(family: Family, certificates: Sequence[Certificate]) -> Iterable[str]:
+    """Return the changes of a family's fix, each once.
+
+    They are those of its certificates or, if there are none, the reasons that its first fix names.
+    """
+    if certificates:
+        return dict.fromkeys(change for c in certificates for change in c.changes)
+    first_fix = family.fixes[0] if family.fixes else ()
+    return dict.fromkeys(edit.why for edit in first_fix if edit.why)
 
 
 def _describe_past_reasoning(certificate: Certificate) -> str:

@@ -15,7 +15,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from agenttrain.commands.schema_examples import arguments_for
-from agenttrain.commands.verb import as_config_error, write_report
+from agenttrain.commands.verb import STDOUT, as_config_error, write_report
 from agenttrain.data.tasks import TaskSource
 from agenttrain.environments.environments import Environments
 from agenttrain.rollout.episode import end_episode, start_episode
@@ -46,47 +46,70 @@ def show(
         components = Components(config)
         toolbox, environments = components.toolbox, components.environments
         row_tools, results = asyncio.run(_tools_and_results(components, args, calls))
-    # Environment -> its tools. None: tools outside of environments, or all tools of the named row.
+    # Environment, for a heading -> its tools. None, without a heading: the tools of no environment
+    # or, if a row is named, all of that row's.
     tools: dict[str | None, list[dict[str, Any]]] = {None: _describe_tools(row_tools or toolbox)}
     if row_tools is None:
         tools |= {
             name: _describe_tools(methods) for name, methods in environments.toolboxes.items()
         }
-    console = Console()
-    listed = [{**tool, "environment": name} for name, box in tools.items() for tool in box]
-    reports = [
-        {
-            **{"name": result.call.name, "arguments": result.call.arguments},
-            **{"content": result.content, "error": result.error, "seconds": result.seconds},
-        }
-        for result in results
-    ]
-    prints_text = write_report({"tools": listed, "calls": reports}, args.json)
-    if prints_text and calls:
-        for result in results:
-            arguments = json.dumps(result.call.arguments, ensure_ascii=False)
-            console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
-            console.print(_indented(Text(result.content)))
-            outcome = f"error: {result.error}" if result.error else "no error"
-            style = "red" if result.error else "dim"
-            console.print(_indented(Text(f"{result.seconds:.3f} s, {outcome}", style), below=1))
-    elif prints_text:
-        row = [] if args.row is None else ["--row", str(args.row)]
-        row += [] if args.task is None else ["--task", args.task]
-        for environment, described in tools.items():
-            if environment is not None:
-                console.print(Text(f"environment {environment}", "bold"))
-            for tool in described:
-                _print_tool(console, tool, [*overrides, *row])
-        if not any(tools.values()):
-            console.print(f"{'this run' if row_tools is None else 'this row'} has no tools")
+    report = {
+        "tools": [{**tool, "environment": name} for name, box in tools.items() for tool in box],
+        "calls": [
+            {
+                "name": result.call.name,
+                "arguments": result.call.arguments,
+                "content": result.content,
+                "error": result.error,
+                "seconds": result.seconds,
+            }
+            for result in results
+        ],
+    }
+    write_report(report, args.json)
+    if args.json != STDOUT:  # there the JSON takes the place of the text
+        if calls:
+            _print_results(results)
+        else:
+            row = [] if args.row is None else ["--row", str(args.row)]
+            row += [] if args.task is None else ["--task", args.task]
+            _print_tools(tools, [*overrides, *row])
+            if not any(tools.values()):
+                print(f"{'this run' if row_tools is None else 'this row'} has no tools")
     return int(any(result.error for result in results))
+
+
+def _print_results(results: Sequence[ToolResult]) -> None:
+    """Print each call with its result, time and error."""
+    console = Console()
+    for result in results:
+        arguments = json.dumps(result.call.arguments, ensure_ascii=False)
+        console.print(Text.assemble((result.call.name, "bold cyan"), " ", arguments))
+        console.print(_indented(Text(result.content)))
+        outcome = f"error: {result.error}" if result.error else "no error"
+        style = "red" if result.error else "dim"
+        console.print(_indented(Text(f"{result.seconds:.3f} s, {outcome}", style), below=1))
+
+
+def _print_tools(
+    tools: Mapping[str | None, Sequence[dict[str, Any]]], words: Sequence[str]
+) -> None:
+    """Print tools, those of an environment below its name; `words` are for a command to copy."""
+    console = Console()
+    for environment, described in tools.items():
+        if environment is not None:
+            console.print(Text(f"environment {environment}", "bold"))
+        for tool in described:
+            _print_tool(console, tool, words)
 
 
 async def _tools_and_results(
     components: Components, args: Namespace, calls: Sequence[ToolCall]
 ) -> tuple[RowTools | None, list[ToolResult]]:
-    """Return the tools of the named row (None: no row is named), and the results of the calls."""
+    """Return the tools of the row that --row or --task names, and the results of the calls.
+
+    Without a named row the tools are None, and calls are made for the first row of data.train.
+    """
     names_row = args.row is not None or args.task is not None
     try:
         if not calls and not names_row:
@@ -95,7 +118,9 @@ async def _tools_and_results(
         task = _find_row(args, components.tasks.by_key["data.train"])
         tools_of = f"row {task.task_id}" if names_row else "the first row"
         machines = components.machines
-        machine = await machines.start(TRIED, task) if machines is not None and calls else None
+        machine = None
+        if machines is not None and calls:  # as for a rollout, whose name is TRIED
+            machine = await machines.start(TRIED, task)
         results = await _make_calls(toolbox, environments, calls, task, tools_of, machine)
         tools = RowTools(task, toolbox, environments)
         results = [_clip(result, tools, components) for result in results]

@@ -193,7 +193,12 @@ class VerbParser(ArgumentParser):
         return bool(self.positionals) and Path(word).is_dir()
 
     def _unknown_message(self, word: str) -> str:
-        """Return the error for a word that looks like an option or a setting and is none."""
+        """Return the error for a word that looks like an option or a setting and is none.
+
+        It may be an option of Hydra's (``--run``), a setting that only this verb has, typed as an
+        option (``--trust=true``), or another setting typed so, in the spelling of this package, TRL
+        or verl (``--num_generations 8``). Any other word gets the list of options.
+        """
         name, _, value = word.partition("=")
         if self.verb.settings is not None:
             from agenttrain.settings.messages import elsewhere, setting_keys
@@ -202,15 +207,15 @@ class VerbParser(ArgumentParser):
                 return f"{name}: {HYDRAS[name]}"
             # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
             key = name.removeprefix("--").replace("-", "_")
-            # `settings` holds what the verb reads besides a run's settings, such as trust=true.
+            # Settings of the verb beside those of a run, as its help shows them: "trust=true".
             for setting in self.verb.settings:
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
-            keys_of_others = elsewhere()  # of TRL and verl
+            # Keys of TRL and verl -> ours, some with a remark: "engine.name (…)".
+            keys_of_others = elsewhere()
             if key in keys_of_others or key in setting_keys():
-                # A key of others is mapped to ours, perhaps with a remark: "engine.name (…)".
-                ours, space, remark = keys_of_others.get(key, key).partition(" ")
-                setting = f"{ours}={value or '…'}{space}{remark}"
+                our_key, space, remark = keys_of_others.get(key, key).partition(" ")
+                setting = f"{our_key}={value or '…'}{space}{remark}"
                 return f"{word}: settings are written key=value; write {setting}"
         options = [option for option in self.options if option.startswith("--")]
         hint = did_you_mean(_option_name(name), options)
@@ -218,16 +223,22 @@ class VerbParser(ArgumentParser):
         return f"{word}: is not an option of agenttrain {self.verb.name}{hint}; there are: {listed}"
 
     def error(self, message: str) -> NoReturn:
-        """Raise argparse's error as ConfigError, the option first: ``--rows many: expected …``."""
-        name, _, problem = message.removeprefix("argument ").partition(": ")
-        option = name.partition("/")[0]  # of --cfg/-c
+        """Raise argparse's error as ConfigError, with the option first.
+
+        ``the following arguments are required: folder`` -> ``rescore: the following …; see …``
+        ``argument --cfg/-c: expected one argument`` -> ``--cfg: expected one argument; see …``
+        ``argument --rows: value many: expected …`` -> ``--rows many: expected …``
+        ``argument folder: value runs/a: expected …`` -> ``runs/a: expected …``
+        """
         if not message.startswith("argument "):
             raise ConfigError(f"{self.verb.name}: {message}; see {self.prog} --help")
-        if not problem.startswith(BAD_VALUE):
-            raise ConfigError(f"{option}: {problem}; see {self.prog} --help")
-        value = problem.removeprefix(BAD_VALUE)
-        is_positional = not option.startswith("-")  # typed without a name
-        raise ConfigError(value if is_positional else f"{option} {value}")
+        names, _, problem = message.removeprefix("argument ").partition(": ")
+        name = names.partition("/")[0]
+        if not problem.startswith(BAD_VALUE):  # argparse's own problem; the others are `bad_value`
+            raise ConfigError(f"{name}: {problem}; see {self.prog} --help")
+        value_and_problem = problem.removeprefix(BAD_VALUE)
+        is_positional = not name.startswith("-")  # typed without a name
+        raise ConfigError(value_and_problem if is_positional else f"{name} {value_and_problem}")
 
 
 def bad_value(text: str, problem: str) -> ArgumentTypeError:
@@ -422,20 +433,20 @@ def as_config_error() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def write_report(report: Any, file: Path | None) -> bool:
-    """Print or write `report` as `--json` asks; return True if the caller prints its text too.
+def write_report(report: Any, file: Path | None) -> None:
+    """Print or write `report` as `--json` asks.
 
-    `file` is the value of `--json`: None without the option, a path, or STDOUT, where the JSON
-    takes the place of the text. Raises ConfigError for a file that cannot be written.
+    `file` is the value of `--json`: None without the option, a path, or STDOUT. With STDOUT the
+    JSON takes the place of the verb's text: the caller prints none. Raises ConfigError for a file
+    that cannot be written.
     """
     text = json.dumps(report, indent=2, ensure_ascii=False)
     if file is None:
-        return True
+        return
     if file == STDOUT:
         print(text)
-        return False
+        return
     try:
         file.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--json {file}: {error.strerror}; name another file") from error
-    return True

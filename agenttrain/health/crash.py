@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import shutil
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -62,32 +63,45 @@ class Evidence:
         """Write a bundle if an error in the block ends the step.
 
         The error's message then names the bundle, or says why there is none. `rollouts` are those
-        of the step so far. A RewardError has its own.
+        of the step so far, for NotFinite: a RewardError brings the rollouts that were scored.
         """
         world = self.policy.world
         bundle = self.folder / "crash" / f"step-{step:06d}"
         try:
             yield
-        except (NotFinite, RewardError) as error:
-            if isinstance(error, RewardError) and not error.rollouts:
-                raise  # from an environment's reward, which cannot be repeated without its state
-            # A RewardError is raised in one process, which writes its own bundle. NotFinite is
-            # raised in all of them at once.
-            if isinstance(error, RewardError) and not world.is_main:
-                bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")
-            outcome = f"To see it again: agenttrain replay {quote(str(bundle))}"
-            bundle_rollouts = error.rollouts if isinstance(error, RewardError) else rollouts
-            if any(t.images for rollout in bundle_rollouts for t in rollout.trajectories):
-                outcome += " (it holds the images of its rollouts)"
-            try:
-                if isinstance(error, RewardError):
-                    self._write_files(bundle, step, error, error.rollouts)
-                else:
-                    self._write_together(bundle, step, error, rollouts)
-            except (OSError, CheckpointError, PeerFailed) as problem:
-                outcome = f"The evidence could not be written: {problem}"
-            error.args = (f"{error}. {outcome}",)
+        except NotFinite as error:  # raised in all processes at once
+            write = partial(self._write_together, bundle, step, error, rollouts)
+            self._write_bundle(bundle, error, rollouts, write)
             raise
+        except RewardError as error:  # raised in one process, which writes its own bundle
+            # Without rollouts it was raised before any scoring: an environment's reward in the tool
+            # loop, which cannot be repeated without the environment's state.
+            if error.rollouts:
+                if not world.is_main:
+                    bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")
+                write = partial(self._write_files, bundle, step, error, error.rollouts)
+                self._write_bundle(bundle, error, error.rollouts, write)
+            raise
+
+    def _write_bundle(
+        self,
+        bundle: Path,
+        error: NotFinite | RewardError,
+        rollouts: Sequence[Rollout],
+        write: Callable[[], None],
+    ) -> None:
+        """Call `write`, and add the command that replays the bundle to the error's message.
+
+        If the bundle cannot be written, the message says why instead.
+        """
+        outcome = f"To see it again: agenttrain replay {quote(str(bundle))}"
+        if any(t.images for rollout in rollouts for t in rollout.trajectories):
+            outcome += " (it holds the images of its rollouts)"
+        try:
+            write()
+        except (OSError, CheckpointError, PeerFailed) as problem:
+            outcome = f"The evidence could not be written: {problem}"
+        error.args = (f"{error}. {outcome}",)
 
     def _write_together(
         self, bundle: Path, step: int, error: NotFinite, rollouts: Sequence[Rollout]

@@ -64,14 +64,16 @@ class Guards:
     streak: int = 0
     """Latest steps in a row in which no rollout had an advantage other than 0."""
     _tripped: set[str] = field(default_factory=set)
-    """Guards that have warned and are still beyond their limit."""
+    """Guards (``kl``), and tools (``tool_failures search``), that have warned and whose problem
+    lasts: they do not warn again."""
     _calls: dict[str, Calls] = field(default_factory=dict)
     """Calls by tool, until there are enough of them to judge."""
     _watches: dict[str, RewardWatch] = field(default_factory=dict)
     """Watches by source of a mixture; other runs have one, "". Together, the sources' rewards and
     answers would change whenever their parts of a step do."""
-    _held_out: str | None = None
-    """Alarm of an evaluation that stops the run after the next step."""
+    _evaluation_alarm: str | None = None
+    """Text of an evaluation's alarm since the last step. With action=stop the next step raises it,
+    because an evaluation is never stopped."""
 
     def check_step(
         self,
@@ -93,8 +95,9 @@ class Guards:
         )
         self.streak = 0 if has_advantage else self.streak + 1
         guards, no_variance = self.config, self.config.no_variance.limit
-        # The gap between the engine's and the trainer's logprobs, by its name among the metrics.
-        # NaN (nothing was measured) is neither above nor below a limit.
+        # The gap between the engine's and the trainer's logprobs, by its name among the metrics. In
+        # asynchronous training only that of fresh tokens: those sampled under older weights differ
+        # anyway. NaN (nothing was measured) is neither above nor below a limit.
         gap_name = f"{GAP}_fresh_max" if self.asynchronous else f"{GAP}_max"
         gap = metrics.get(gap_name, math.nan)
         kl, entropy = metrics.get("kl", math.nan), metrics.get("entropy", math.nan)
@@ -115,11 +118,13 @@ class Guards:
         for name, problem in problems.items():
             if problem is not None:
                 problem = f"{problem} guards.{name}.limit={getattr(guards, name).limit:g}"
-                # Not in an asynchronous step: older tokens would decide the figures of the cause.
-                has_cause = name == "logprob_gap" and not self.asynchronous
-                if has_cause and (cause := likely_cause(metrics)):
-                    problem += f"; likely cause: {cause}"
-            self._report(name, name, problem, f"step {step}", warn)
+                # Not in an asynchronous step: the cause is judged by means over all tokens, and
+                # those sampled under older weights would decide it.
+                if name == "logprob_gap" and not self.asynchronous:
+                    cause = likely_cause(metrics)
+                    problem += f"; likely cause: {cause}" if cause else ""
+            # Without a problem too: the guard may then warn again later.
+            self._report(name, problem, f"step {step}", warn)
         if guards.tool_failures.limit is not None:
             self._check_tools(step, rollouts, warn)
         if guards.reward_hacking.limit is not None:
@@ -136,7 +141,8 @@ class Guards:
         # Take all of them out before one stops the run: a later step counts from 0.
         tool_problems = {t: self._calls.pop(t).problem(t, guards.tool_failures) for t in tools}
         for tool, problem in tool_problems.items():
-            self._report("tool_failures", f"tool_failures {tool}", problem, f"step {step}", warn)
+            key = f"tool_failures {tool}"
+            self._report("tool_failures", problem, f"step {step}", warn, key=key)
 
     def _check_reward_hacking(
         self, step: int, rollouts: Sequence[Rollout], warn: Callable[[str], None]
@@ -144,8 +150,9 @@ class Guards:
         """Warn of new signs of reward hacking; raise GuardTripped with action=stop.
 
         An alarm of an evaluation since the last step raises too: `check_evaluation` only warned.
+        Each alarm is warned of, and the error has the text of the last one.
         """
-        text, self._held_out = self._held_out, None
+        text, self._evaluation_alarm = self._evaluation_alarm, None
         for source, rollouts_of_source in _by_source(rollouts).items():
             alarm = self._watch_of(source).check_step(step, rollouts_of_source)
             if alarm is not None:
@@ -178,19 +185,19 @@ class Guards:
     ) -> None:
         """Warn of tools that fail in an evaluation, and of a reward that falls in it.
 
-        An evaluation itself is never stopped. `label` begins with its time: ``step-20/sampled``. If
-        its reward falls while that of training rises, and action=stop, the run stops after the next
-        step.
+        `label` is the step and the name of the evaluation: ``step-20/sampled``. An evaluation is
+        never stopped. If its reward falls while that of training rises, and action=stop, the run
+        stops after the next step (`_evaluation_alarm`).
         """
         if self.config.reward_hacking.limit is not None:
             name = label.partition("/")[2]
             for source, rollouts_of_source in _by_source(rollouts).items():
-                if self._has_left_training(source):
+                if self._has_left_training(source):  # its fall is no sign of hacking
                     continue
                 alarm = self._watch_of(source).check_evaluation(name, rollouts_of_source)
                 if alarm is not None:
-                    self._held_out = self._record_alarm(source, alarm)
-                    warn(f"guard: {label}: {self._held_out}")
+                    self._evaluation_alarm = self._record_alarm(source, alarm)
+                    warn(f"guard: {label}: {self._evaluation_alarm}")
         if self.config.tool_failures.limit is None:
             return
         calls_by_tool: dict[str, Calls] = {}
@@ -198,8 +205,8 @@ class Guards:
         for tool, calls in calls_by_tool.items():
             key = f"tool_failures {tool}"
             problem = calls.problem(tool, self.config.tool_failures)
-            # Not by `_report`, which could stop the run, and which would let a tool without a
-            # problem here be warned of again in training.
+            # Not by `_report`: it could stop the run. It would also forget that training has warned
+            # of this tool, where the tool has no problem here.
             if problem is not None and key not in self._tripped:
                 self._tripped.add(key)
                 warn(f"guard: {label}: {problem}")
@@ -231,31 +238,40 @@ class Guards:
             "reward_watches": {
                 source: watch.state_dict() for source, watch in self._watches.items()
             },
-            "held_out": self._held_out,
+            "held_out": self._evaluation_alarm,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`."""
         self.streak = state["streak"]
-        # Checkpoints of 0.1 have neither guards that have warned, nor reasons of failures.
+        # Checkpoints of 0.1 lack what came later: guards that have warned, reasons of failures, and
+        # watches with their alarm.
         self._tripped = set(state.get("tripped", ()))
-        self._calls = {
-            tool: Calls(count, failures, Counter(reasons[0] if reasons else {}))
-            for tool, (count, failures, *reasons) in state["tool_calls"].items()
-        }
-        if "reward_watches" in state:  # checkpoints of 0.1 have none
+        self._calls = {}
+        for tool, counts in state["tool_calls"].items():
+            count, failures = counts[:2]
+            reasons = counts[2] if len(counts) > 2 else {}
+            self._calls[tool] = Calls(count, failures, Counter(reasons))
+        if "reward_watches" in state:
             for source, watch_state in state["reward_watches"].items():
                 self._watch_of(source).load_state_dict(watch_state)
-            self._held_out = state["held_out"]
+            self._evaluation_alarm = state["held_out"]
 
     def _report(
-        self, name: str, key: str, problem: str | None, when: str, warn: Callable[[str], None]
+        self,
+        name: str,
+        problem: str | None,
+        when: str,
+        warn: Callable[[str], None],
+        *,
+        key: str | None = None,
     ) -> None:
         """Warn, or stop the run, as the action of the guard `name` says.
 
-        `key` names the thing that is judged: the guard, or one tool. Each key gives one warning,
-        and another one only after it had no problem meanwhile.
+        `key` names the thing that is judged, if it is not the guard but one tool. Each key gives
+        one warning, and another one only after a call without a problem (None).
         """
+        key = name if key is None else key
         if problem is None:
             self._tripped.discard(key)
             return
@@ -277,13 +293,15 @@ def _by_source(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 def _add_calls(rollouts: Sequence[Rollout], calls_by_tool: dict[str, Calls]) -> None:
     """Add the rollouts' calls to the counts of their tools.
 
-    A call of a row's own tool counts for the tool that executed it.
+    A row may have a tool of its own: a name and schema for the model, and as `executor` the run's
+    tool that does the work. Its calls count for the executor.
     """
     for rollout in rollouts:
         for result in rollout.tool_results:
             if result.error in NOT_THE_TOOLS:  # the model's fault, such as an unknown name
                 continue
-            calls = calls_by_tool.setdefault(result.executor or result.call.name, Calls())
+            tool = result.executor or result.call.name
+            calls = calls_by_tool.setdefault(tool, Calls())
             calls.count += 1
             if result.error is not None:
                 calls.failures += 1

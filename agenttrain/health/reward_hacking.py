@@ -69,6 +69,7 @@ class Sign:
     """The rollouts of a step that have one sign of reward hacking, such as an empty answer."""
 
     count: int = 0
+    """Number of the rollouts."""
     reward: float = 0.0
     """Sum of their rewards."""
     shares: dict[str, float] = field(default_factory=dict)
@@ -82,16 +83,21 @@ class Sign:
 
 @dataclass(slots=True)
 class Tally:
-    """The rollouts of a step that have a reward, counted by sign."""
+    """The rollouts of a step that have a reward, and which of them show a sign of reward hacking.
+
+    A sign is a property of a rollout that may betray hacking: it hands in nothing (``empty``), or
+    the answer of many other tasks (``answer:42``).
+    """
 
     step: int
     count: int = 0
+    """Number of the rollouts, with a sign or without."""
     reward: float = 0.0
     """Sum of their rewards."""
     group_rewards: dict[str, float] = field(default_factory=dict)
     """Mean reward of each group, by its id."""
     signs: dict[str, Sign] = field(default_factory=dict)
-    """By name of the sign, e.g. ``empty`` or ``answer:42``: the rollouts that have it."""
+    """Name of the sign -> the rollouts that have it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +116,12 @@ class Alarm:
 
     step: int
     signs: tuple[str, ...]
-    """Signs that are new in this alarm: ``empty``, ``copied``, ``long``, ``short``,
-    ``stop:<reason>``, ``answer:<text>``, or ``held_out``."""
+    """Signs that are new in this alarm. Rollouts hand in nothing (``empty``), a tool's text
+    (``copied``) or the same answer for many tasks (``answer:<text>``); are longer or shorter than
+    at first (``long``, ``short``); or end for a reason that is new to the run (``stop:<reason>``).
+    ``held_out``: the reward of an evaluation falls as that of training rises."""
     text: str
+    """The finding in words, for the warning or error."""
     rollouts: tuple[tuple[int, str], ...]
     """Step and id of each, the best rewarded first."""
 
@@ -143,15 +152,17 @@ class RewardWatch:
     """Sampled tokens of each rollout so far, until `lengths` is made of them."""
 
     def check_step(self, step: int, rollouts: Sequence[Rollout]) -> Alarm | None:
-        """Add a step. Return an alarm if a sign (``empty``, ``answer:42``) has risen, else None.
+        """Add a step. Return an alarm if a sign has become more frequent and pays, else None.
 
-        A sign that lasts gives no second alarm.
+        A sign is a property of rollouts, ``empty`` or ``answer:42``. Its reference is the `window`
+        of earlier steps in which it was rarest. A sign that lasts gives no second alarm.
         """
         rewarded = [rollout for rollout in rollouts if rollout.reward is not None]
         if not rewarded:
             return None
         tally = self._count(step, rewarded)
         window = self.config.window
+        # Before the step is added: a reference has only steps before those it is compared with.
         if len(self.tallies) == window:
             self._lower_references(tally)
         self.tallies = [*self.tallies, tally][-window:]
@@ -160,7 +171,8 @@ class RewardWatch:
         if len(self.tallies) == window:
             # An evaluation from before the first steps is paired with their reward.
             for name, (evaluation, training) in self.held_out.items():
-                self.held_out[name] = evaluation, training or _reward(self.tallies)
+                if training is None:
+                    self.held_out[name] = evaluation, _reward(self.tallies)
         rises = {sign: rise for sign in tally.signs if (rise := self._rise(sign)) is not None}
         new_signs = [sign for sign in rises if sign not in self.raised]
         # The largest rise first, and lengths last: they often come along with another sign.
@@ -249,8 +261,8 @@ class RewardWatch:
     def _count(self, step: int, rollouts: Sequence[Rollout]) -> Tally:
         """Return the tally of a step's rollouts, all of which have a reward.
 
-        Of the signs ``answer:<text>`` only the `ANSWERS` most frequent ones are counted: most
-        answers occur once.
+        It has the count, rewards and shares of each sign (``empty``, ``answer:42``). Of the answers
+        only the `ANSWERS` most frequent ones are counted: most answers occur once.
         """
         tally = Tally(step, len(rollouts), group_rewards=group_means(rollouts))
         signs_by_id = {id(rollout): list(self._signs(rollout)) for rollout in rollouts}
@@ -258,8 +270,8 @@ class RewardWatch:
             sign for signs in signs_by_id.values() for sign in signs if sign.startswith("answer:")
         )
         frequent = {answer for answer, _ in answers.most_common(ANSWERS)}
-        sizes = Counter(rollout.group_id for rollout in rollouts)
-        # The best rewarded first, so that these become the suspects.
+        group_sizes = Counter(rollout.group_id for rollout in rollouts)
+        # The best rewarded first: a sign's suspects, which an alarm names, are its first rollouts.
         for rollout in sorted(rollouts, key=lambda r: r.reward or 0.0, reverse=True):
             assert rollout.reward is not None
             tally.reward += rollout.reward
@@ -269,8 +281,10 @@ class RewardWatch:
                 sign = tally.signs.setdefault(name, Sign())
                 sign.count += 1
                 sign.reward += rollout.reward
+                # This rollout's part of the group's share with the sign: 2 of 8 are 0.25.
                 group_id = rollout.group_id
-                sign.shares[group_id] = sign.shares.get(group_id, 0.0) + 1 / sizes[group_id]
+                sign.shares[group_id] = sign.shares.get(group_id, 0.0) + 1 / group_sizes[group_id]
+                # One suspect of a task: several of one group would look alike.
                 if rollout.task.task_id not in sign.tasks:
                     sign.tasks.append(rollout.task.task_id)
                     sign.suspects = [*sign.suspects, rollout.rollout_id][:SUSPECTS]
@@ -349,9 +363,11 @@ class RewardWatch:
         return rise if has_risen else None
 
     def _lasts(self, sign: str) -> bool:
-        """Return True if a sign that an alarm has named still lasts, rewarded or not.
+        """Return True if a sign that an alarm has named still lasts, whatever its rewards are.
 
-        A share near `config.limit` would begin and end again and again, so it has to lose half.
+        An alarm came when the share of rollouts with the sign had risen by `config.limit` since its
+        reference, the steps in which it was rarest. It lasts until the rise is below half of the
+        limit: with the whole one a share near it would end and alarm again and again.
         """
         if sign.startswith(HELD_OUT):  # until `check_evaluation` removes it
             return True
@@ -359,8 +375,9 @@ class RewardWatch:
         if reference is None:  # an answer of long ago
             return False
         assert self.config.limit is not None, "without a limit nothing is watched"
-        share = self._share(sign, self._since(reference))
-        return share.value - reference.share.value >= self.config.limit / 2
+        share = self._share(sign, self._since(reference))  # in the steps after the reference
+        rise = share.value - reference.share.value
+        return rise >= self.config.limit / 2
 
     def _alarm(self, step: int, signs: Sequence[str]) -> Alarm:
         """Return the alarm of a step; the text is about the first of `signs`, and names others."""
@@ -380,9 +397,13 @@ class RewardWatch:
         return Alarm(step=step, signs=tuple(signs), text=text, rollouts=tuple(rollouts[:SUSPECTS]))
 
     def _describe(self, sign: str) -> str:
-        """Return a sign in words."""
+        """Return a sign in words: ``stop:length`` -> ``rollouts that end as length``.
+
+        The lengths are those from which on a rollout is `long` or `short`, by percentiles of the
+        run's first steps.
+        """
         kind, _, value = sign.partition(":")
-        low, high = self.lengths or (0.0, 0.0)
+        low, high = self.lengths or (0.0, 0.0)  # None: there is no sign of length either
         return {
             "stop": f"rollouts that end as {value}",
             "empty": "empty answers",

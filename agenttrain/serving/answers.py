@@ -46,7 +46,7 @@ class SampledAnswer:
 
     token_ids: tuple[int, ...]
     finish: Finish
-    """abort: it ends at a stop text, or the engine aborted it."""
+    """abort: it ends at a stop text, or the engine aborted it. No request can continue it."""
     turn: AssistantTurn
 
 
@@ -54,7 +54,9 @@ class SampledAnswer:
 class ChatServer:
     """Answers over an engine, token-exact from turn to turn of a conversation.
 
-    `begin` reads a request, in any thread. Then the event loop calls `answer` or `stream` once.
+    `begin` reads a request, in any thread, into an `Answering`: its prompt and sampling parameters.
+    Then the event loop calls `answer` or `stream` once. Both sample the tokens (`_sample`, which
+    gives a `SampledAnswer`), and record the answer for requests that continue it (`_record`).
 
     Example: ``await server.answer(server.begin(Question(messages=[…], schemas=[])))``
     """
@@ -179,8 +181,10 @@ class ChatServer:
             return SampledAnswer(token_ids=token_ids, finish=finish, turn=turn)
         for token_id in token_ids[scan.count :]:  # those that the engine has not scanned
             scan.push(token_id)
-        scan.finish()
-        # Text after a stop text is no part of the answer: nothing continues from there.
+        scan.finish()  # no more tokens: read the bytes of an unfinished character
+        # `scan.end` is the number of tokens up to the stop text, None without one. A cut answer is
+        # marked as aborted, so that `_record` does not keep it for requests that continue it: its
+        # tokens include the stop text, which the client never got.
         return SampledAnswer(
             token_ids=token_ids[: scan.end],
             finish=finish if scan.end is None else Finish.abort,
@@ -200,13 +204,14 @@ class ChatServer:
         prompt, question = answering.prompt, answering.question
         # Without text arguments, a malformed call is a part of the answer's text.
         message, call_ids = issue(sampled.turn, text_arguments=False, handle=answering.head.id)
+        # `_sample` has cut the sampled text. `issue` joins parts of it, which may make a stop text.
         cut_message(message, question.stops)
-        sessions = [prompt.session]
-        if sampled.finish is not Finish.abort:  # nothing can continue an aborted answer
-            sessions = self.conversations.record(
+        unused_sessions = [prompt.session]
+        if sampled.finish is not Finish.abort:  # no request can continue an aborted answer
+            unused_sessions = self.conversations.record(
                 prompt, sampled.token_ids, sampled.finish, sampled.turn, message, call_ids
             )
-        for session in sessions:
+        for session in unused_sessions:
             await self.engine.release(session)
         return Answer(
             model=answering.head.model,

@@ -11,7 +11,6 @@ import json
 import secrets
 from array import array
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -49,12 +48,13 @@ class Prompt:
     """Ids to continue for a request."""
 
     messages: list[Message]
-    """The request's, in the order of the calls."""
+    """The request's messages, with the replies to each turn's calls in the order of the calls."""
     tools: bytes
     """Digest of the request's tools."""
     request_hash: HASH
-    """SHA-256 of its messages, as `Match.request_hash`."""
+    """hashlib's SHA-256 of the messages, to which the answer is added later."""
     token_ids: array[int]
+    """Ids of the whole prompt."""
     session: str
     """Name of the engine's session to sample in: the earlier answer's, or a new one."""
     reused: int = 0
@@ -65,8 +65,11 @@ class Prompt:
 class Conversations:
     """The turns that a server issued, and the engine's sessions that hold their ids.
 
-    Call `prompt` for each request, and `record` with its answer. Requests are read in threads too,
-    and several may continue one turn: only the first gets its session.
+    Call `prompt` for each request, and `record` with its answer. A request continues a turn if its
+    messages begin with that turn's conversation. It gets the turn's ids, and its session: the name
+    under which the engine has these ids in its cache. Several requests may continue one turn, in
+    threads too. Only the first gets its session; the others get the ids and a new session, for
+    which the engine computes them once more.
     """
 
     chat: Chat
@@ -83,31 +86,41 @@ class Conversations:
         Messages that continue an issued turn get the turn's ids and the template's suffix. Others
         are rendered.
         """
-        messages, _respelled = self._issued.restore_calls(in_call_order(messages), schemas)
+        # Calls as they were issued: clients write them a little differently.
+        messages, _ = self._issued.restore_calls(in_call_order(messages), schemas)
         tools = tools_digest(json.dumps(schemas))
         match = self._issued.match(messages, tools)
-        if (turn := match.turn) is not None:
-            # If the template refuses a role after an answer, all messages are rendered below.
-            with suppress(ChatError):
-                _replies, suffix = turn.continuation(
-                    self.chat, match.new_messages, generation_prompt=True
-                )
-                return Prompt(
-                    messages=messages,
-                    tools=tools,
-                    request_hash=match.request_hash,
-                    token_ids=turn.token_ids + array("q", [i for _, ids in suffix for i in ids]),
-                    session=self._take_session(turn) or secrets.token_hex(8),
-                    reused=len(turn.token_ids),
-                )
-        _shown, ids = render_prompt(self.chat, messages, schemas)
+        turn = match.turn
+        suffix_ids = None if turn is None else self._suffix_ids(turn, match.new_messages)
+        if turn is None or suffix_ids is None:
+            _, ids = render_prompt(self.chat, messages, schemas)
+            return Prompt(
+                messages=messages,
+                tools=tools,
+                request_hash=match.request_hash,
+                token_ids=array("q", ids),
+                session=secrets.token_hex(8),
+            )
         return Prompt(
             messages=messages,
             tools=tools,
             request_hash=match.request_hash,
-            token_ids=array("q", ids),
-            session=secrets.token_hex(8),
+            token_ids=turn.token_ids + array("q", suffix_ids),
+            # A new session if another request has taken the turn's.
+            session=self._take_session(turn) or secrets.token_hex(8),
+            reused=len(turn.token_ids),
         )
+
+    def _suffix_ids(self, turn: ServedTurn, new_messages: Sequence[Message]) -> list[int] | None:
+        """Return the ids that new messages add after a turn, up to the next answer.
+
+        None: the template refuses a role after an answer.
+        """
+        try:
+            _, parts = turn.continuation(self.chat, new_messages, generation_prompt=True)
+        except ChatError:
+            return None
+        return [token_id for _, ids in parts for token_id in ids]  # a part is (origin, ids)
 
     def record(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from agenttrain.commands.verb import VERBS, new_file, report_file, values_of
@@ -126,43 +126,56 @@ def candidates() -> Iterator[tuple[str, str]]:
     setting), `key`, `value:<setting or group>` and `value:<verb>:<option>`. A candidate with = or .
     at its end is the beginning of a word.
     """
-    from agenttrain.commands.settings import all_settings
-
     groups = list_groups(conf_folder())
     for name in VERBS:
         yield "verb", name
-        verb = DECLARED[name]
-        parser = verb.parser()
-        words = [option for option in parser.options if option.startswith("--") or option == "-m"]
-        for argument in parser.positionals:
-            words += values_of(argument)
-        for option, action in parser.options.items():
-            yield from ((f"value:{name}:{option}", value) for value in values_of(action))
-        for text in verb.settings or ():
-            # resume=FOLDER -> resume=, trust=true -> trust=true
-            key, _, value = text.partition("=")
-            is_placeholder = not value.islower()
-            words.append(f"{key}=" if is_placeholder else text)
-        yield from ((f"own:{name}", word) for word in dict.fromkeys(words))
+        yield from _candidates_of_verb(name)
     yield from (("option", option) for option in OPTIONS)
-    sections: dict[str, None] = {}
     for group, options in groups.items():
-        sections[f"{group}="] = None
         yield from ((f"value:{group}", option) for option in options)
+    yield from _candidates_of_settings(groups)
+
+
+def _candidates_of_verb(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the words of one verb: its options, their values, its arguments and its settings."""
+    verb = DECLARED[name]
+    parser = verb.parser()
+    words = [option for option in parser.options if option.startswith("--") or option == "-m"]
+    for argument in parser.positionals:
+        words += values_of(argument)
+    for option, action in parser.options.items():
+        yield from ((f"value:{name}:{option}", value) for value in values_of(action))
+    for text in verb.settings or ():
+        # Help texts write a value literally in lower case (trust=true), and a placeholder for one
+        # in capitals (resume=FOLDER): of that only `resume=` is completed.
+        key, _, value = text.partition("=")
+        words.append(text if value.islower() else f"{key}=")
+    yield from ((f"own:{name}", word) for word in dict.fromkeys(words))
+
+
+def _candidates_of_settings(groups: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of all settings, their values, and the sections that begin them.
+
+    `groups` has the options of each group. A key with a placeholder is left out, except where it
+    stands for a group's option: ``tools.<name>.timeout_s`` is one key for each tool of the group.
+    """
+    from agenttrain.commands.settings import all_settings
+
+    sections = [f"{group}=" for group in groups]
     for setting in all_settings():
         section, _, subkey = setting.key.partition(".")
-        # Keys of components: tools.<name>.timeout_s is one key for each tool of the group.
-        names = [setting.key]
         if section in COMPONENT_SECTIONS and subkey.startswith("<name>."):
-            names = [setting.key.replace("<name>", name) for name in groups[section]]
+            keys = [setting.key.replace("<name>", name) for name in groups[section]]
         elif "<" in setting.key:
             continue
-        has_keys = bool(subkey) or setting.type == "keys and values"
-        sections[f"{section}{'.' if has_keys else '='}"] = None
+        else:
+            keys = [setting.key]
+        has_subkeys = bool(subkey) or setting.type == "keys and values"
+        sections.append(f"{section}." if has_subkeys else f"{section}=")
         if subkey:
             yield "own:settings", section  # for the verb: agenttrain settings optimizer
-        for name in names:
+        for key in keys:
             if subkey:
-                yield "key", f"{name}="
-            yield from ((f"value:{name}", value) for value in setting.values)
-    yield from (("section", name) for name in sections)
+                yield "key", f"{key}="
+            yield from ((f"value:{key}", value) for value in setting.values)
+    yield from (("section", section) for section in dict.fromkeys(sections))

@@ -15,7 +15,7 @@ from agenttrain.commands.plan import other_gpus, servers
 from agenttrain.commands.plan.other_gpus import OtherGpus, plan_other_gpus
 from agenttrain.commands.plan.remedies import Planner, Remedy
 from agenttrain.commands.plan.servers import FleetPlan, Speeds, plan_servers, trainers_of
-from agenttrain.commands.verb import write_report
+from agenttrain.commands.verb import STDOUT, write_report
 from agenttrain.engines.memory import MemoryItem, When
 from agenttrain.engines.registry import names_with, spec_of
 from agenttrain.launch.config import DistributedName
@@ -37,14 +37,21 @@ SLOW_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """Options of `agenttrain plan` beside the overrides."""
+    """Options of `agenttrain plan` beside the overrides.
+
+    Without `--devices` on a machine with 8 GPUs, `devices` is None and `machine_gpus` and
+    `machine.devices` are 8. With `--gpu-memory-gb 80` too the plan is for another machine:
+    `machine_gpus` is None, and `machine.devices` still 8.
+    """
 
     machine: PlannedHardware
-    """GPU and host memory of the planned machine."""
+    """GPU and host memory of the planned machine. Its `devices` is the number of processes that is
+    assumed if nothing else gives one."""
     devices: int | None
-    """`--devices`; None: not given."""
-    all_gpus: int | None
-    """GPUs of the planned machine, those of `--devices` or of this machine; None: not known."""
+    """`--devices`, which must agree with the settings; None: not given."""
+    machine_gpus: int | None
+    """GPUs of the planned machine, from `--devices` or from this machine. None: not known, so that
+    the plan does not take trainer and server for sharing the only one."""
     prompt_tokens: int
     """Tokens that each prompt is assumed to have."""
     json: Path | None
@@ -68,22 +75,24 @@ def plan_options(args: argparse.Namespace) -> PlanOptions:
         gpu_bytes = [int(torch.cuda.get_device_properties(i).total_memory) for i in range(count)]
     gpu_memory = None if args.gpu_memory_gb is None else int(args.gpu_memory_gb * GIB)
     host = None if args.host_memory_gb is None else int(args.host_memory_gb * GIB)
+    # With --gpu-memory-gb the run is for another machine: nothing of this one is its own.
+    plans_this_machine = bool(gpu_bytes) and gpu_memory is None
     devices = args.devices or len(gpu_bytes) or 1
     if args.cpu:
         machine = PlannedHardware(devices=devices, memory=host or host_memory(), kind="cpu")
     else:
-        # With --gpu-memory-gb the run is for another machine: this one's memory says nothing.
-        if host is None and gpu_bytes and gpu_memory is None:
-            host = host_memory()
-        memory = min(gpu_bytes, default=None) if gpu_memory is None else gpu_memory
-        machine = PlannedHardware(devices=devices, memory=memory, host=host)
-    all_gpus = args.devices
-    if all_gpus is None and gpu_memory is None and gpu_bytes:
-        all_gpus = len(gpu_bytes)  # the plan is for this machine
+        if plans_this_machine:
+            gpu_memory = min(gpu_bytes)
+            host = host_memory() if host is None else host
+        # None: a memory that is not known.
+        machine = PlannedHardware(devices=devices, memory=gpu_memory, host=host)
+    machine_gpus = args.devices
+    if machine_gpus is None and plans_this_machine:
+        machine_gpus = len(gpu_bytes)
     return PlanOptions(
         machine=machine,
         devices=args.devices,
-        all_gpus=all_gpus,
+        machine_gpus=machine_gpus,
         prompt_tokens=args.prompt_tokens,
         json=args.json,
         speeds=Speeds(server=args.server_tokens_per_s, trainer=args.trainer_tokens_per_s),
@@ -119,53 +128,61 @@ def show(config: RunConfig, options: PlanOptions) -> int:
         raise ConfigError(
             f"--server-tokens-per-s: has no effect without servers on GPUs of their own; {remedy}"
         )
-    processes = plan_other_gpus(config, planner, memory)
+    # GPUs of parts that are neither trainer nor policy server, such as a judge's servers.
+    other_parts = plan_other_gpus(config, planner, memory)
     remedies = planner.remedies() if memory.excess else []
-    fits = None if machine.memory is None else True  # None: the GPUs' memory is not known
+    fits: bool | None = True
     if (
         memory.excess
-        or any(part.fits is False for part in processes)
+        or any(part.fits is False for part in other_parts)
         or (fleet is not None and fleet.chosen.fits is False)
     ):
         fits = False
-    if write_report(_record(memory, fleet, processes, fits, remedies), options.json):
+    elif machine.memory is None:
+        fits = None  # the GPUs' memory is not known
+    write_report(_record(memory, fleet, other_parts, fits, remedies), options.json)
+    if options.json != STDOUT:  # there the JSON takes the place of the text
         print("\n".join(_lines(config, planner, memory, remedies)))
         if fleet is not None:
             print("\n".join(servers.lines(fleet, options.speeds)))
-        for line in other_gpus.lines(processes):
+        for line in other_gpus.lines(other_parts):
             print(line)
     return 1 if fits is False else 0
 
 
 def _planned_machine(config: RunConfig, options: PlanOptions) -> PlannedHardware:
-    """Return the planned machine, reduced to the trainer's GPUs.
+    """Return the planned machine with the trainer's GPUs as its `devices`.
 
-    Raises ConfigError if `--devices` contradicts the settings of `distributed`.
+    With `--devices 8` and two servers of one GPU these are 6. Raises ConfigError if that number
+    contradicts the settings of `distributed`.
     """
     distributed, machine = config.distributed, options.machine
-    devices = trainers_of(config, options.devices, on_gpu=machine.kind != "cpu")
+    on_gpu = machine.kind != "cpu"
+    # GPUs of --devices that servers and other parts leave to the trainer; None: not given.
+    trainer_gpus = trainers_of(config, options.devices, on_gpu=on_gpu)
     is_single = distributed.name is DistributedName.single
-    if is_single and (devices or 1) > 1:
+    if is_single and trainer_gpus is not None and trainer_gpus > 1:
         raise ConfigError(
-            f"--devices {devices}: distributed=single is one process; add distributed=ddp or "
+            f"--devices {trainer_gpus}: distributed=single is one process; add distributed=ddp or "
             "distributed=fsdp2"
         )
     processes = distributed.processes
-    process_count = None if processes is None else processes * distributed.nodes
-    if devices is not None and process_count not in (None, devices):
-        raise ConfigError(
-            f"--devices {devices}: distributed.processes={processes} and "
-            f"distributed.nodes={distributed.nodes} are {process_count} of them; leave one out"
-        )
+    if trainer_gpus is not None and processes is not None:
+        process_count = processes * distributed.nodes
+        if process_count != trainer_gpus:
+            raise ConfigError(
+                f"--devices {trainer_gpus}: distributed.processes={processes} and "
+                f"distributed.nodes={distributed.nodes} are {process_count} of them; leave one out"
+            )
     # The trainer, and a server or the rollout process's copy of the policy, have only one GPU.
-    shared = machine.kind != "cpu" and sampler_shares_gpu(config, options.all_gpus)
-    return replace(machine, devices=devices or machine.devices, shared=shared)
+    shared = on_gpu and sampler_shares_gpu(config, options.machine_gpus)
+    return replace(machine, devices=trainer_gpus or machine.devices, shared=shared)
 
 
 def _record(
     memory: MemoryEstimate,
     fleet: FleetPlan | None,
-    processes: Sequence[OtherGpus],
+    other_parts: Sequence[OtherGpus],
     fits: bool | None,
     remedies: Sequence[Remedy],
 ) -> dict[str, Any]:
@@ -185,7 +202,7 @@ def _record(
         },
         "engine": None if room is None else {**asdict(room), "missing": room.missing},
         "servers": servers.record(fleet),
-        "beside": other_gpus.record(processes),
+        "beside": other_gpus.record(other_parts),
         "fits": fits,
         "remedies": [
             {"overrides": r.overrides, "peak_bytes": r.peak, "fits": r.fits} for r in remedies
@@ -203,7 +220,20 @@ def _record(
 def _lines(
     config: RunConfig, planner: Planner, memory: MemoryEstimate, remedies: Sequence[Remedy]
 ) -> Iterator[str]:
-    """Yield the plan as text."""
+    """Yield the plan as text: the run in a few lines, its parts, and the memory at each moment.
+
+    Example, shortened (on a CPU there is a process in place of a GPU, and no part is apart in host
+    memory)::
+
+        machine     2 x GPU, 80.0 GiB each, 512 GiB of memory beside, distributed=fsdp2
+        per GPU                GiB
+        weights               7.10  bfloat16
+        in host memory         GiB  of a process
+        optimizer            28.40  float32 (update only)
+        moment                 GPU  host of a node
+        while sampling       41.20            9.10
+        while updating       63.80           65.90
+    """
     machine, load = memory.machine, memory.load
     sizes = planner.sizes(config.model)
     kind = type(sizes.model).__name__
@@ -242,9 +272,8 @@ def _lines(
         for part in memory.parts:
             if part.on_host:
                 yield _row(part)
-    # Headings of two columns: memory of one process or GPU, and memory of a node's host.
     device_head, host_head = "GPU", "host of a node"
-    if on_cpu:
+    if on_cpu:  # all processes of the node are in its memory
         device_head, host_head = "process", f"{load.local} of them"
     yield f"{'moment':<18}{device_head:>8}  {host_head:>14}"
     for when, name in MOMENTS.items():

@@ -30,9 +30,12 @@ Choices = list[tuple[Change, ...]]
 FSDP2: Change = ("distributed.name", DistributedName.fsdp2)
 ADAPTERS: Change = ("model.lora.rank", 16)
 IN_4_BITS: Change = ("model.quantization", Quantization.nf4)
-CONTEXT = "distributed.context_parallel"
+CONTEXT_PARALLEL = "distributed.context_parallel"
+"""Number of processes that divide the tokens of each rollout among them."""
 FIRST_NODE: Change = ("distributed.rendezvous", "first-node:29500")
 """Required by settings with several nodes."""
+LEAST_LOGITS = 64
+"""Smallest `training.logits_budget_mb` that is proposed."""
 GPUS_PER_NODE, MOST_GPUS = 8, 1024
 """GPUs of a proposed node, and most GPUs that are proposed."""
 
@@ -96,7 +99,7 @@ class Planner:
         """Return the choices that the run's other settings, e.g. training.compile, allow."""
         if self.config.model.vision is VisionTower.trained:
             # Neither way to divide a model over processes is made for images.
-            choices = [c for c in choices if FSDP2 not in c and CONTEXT not in dict(c)]
+            choices = [c for c in choices if FSDP2 not in c and CONTEXT_PARALLEL not in dict(c)]
         return [c for c in choices if not list(distributed_problems(self._changed(c)))]
 
     def remedies(self) -> list[Remedy]:
@@ -110,25 +113,26 @@ class Planner:
         if not remedies:
             remedies = [self._combine([*settings, *self._last_resorts()])]
         more_gpus = self._sufficient_alone([self._more_gpus()])
-        if not more_gpus and self._exceeds_budget:
+        if not more_gpus and self._rollout_exceeds_microbatch:
             # One rollout is too much for a GPU, however many hold the weights: divide each one.
             more_gpus = self._sufficient_alone([list(map(_in_one_group, self._more_gpus()))])
         return [*remedies, *more_gpus]
 
     @property
-    def _exceeds_budget(self) -> bool:
-        """True if a single rollout may be longer than a microbatch."""
+    def _rollout_exceeds_microbatch(self) -> bool:
+        """True if a single rollout may be longer than a microbatch of training.token_budget."""
         return self.estimate().load.context > self.config.training.token_budget
 
     def _last_resorts(self) -> Iterator[Choices]:
         """Yield settings that change what is trained, proposed only if nothing else is enough."""
         if not self.config.model.lora.rank:
             yield [(ADAPTERS,)]
-        # Layers in 4 bits go neither with autocast nor with weights in host memory, which may be
-        # another remedy of fsdp2.
         elif (
             self.config.model.quantization is None
+            # Layers in 4 bits do not go with autocast.
             and self.config.training.mixed_precision is MixedPrecision.no
+            # Nor with weights in host memory, which are proposed for fsdp2 (`_settings`): the two
+            # would be combined.
             and self.config.distributed.name is not DistributedName.fsdp2
         ):
             yield [(IN_4_BITS,)]
@@ -169,19 +173,25 @@ class Planner:
 
     def _combine(self, settings: list[Choices]) -> Remedy:
         """Return a remedy of several settings: add them until the run fits, drop needless ones."""
-        chosen: dict[str, Any] = {}
+        chosen: dict[str, Any] = {}  # setting -> value
         for changes in chain.from_iterable(map(self._allowed, settings)):
-            # Keep a change only if it saves memory.
-            chosen = min(chosen, {**chosen, **dict(changes)}, key=self._missing_bytes)
-            if self.estimate(chosen.items()).excess:
-                continue
-            for key in list(chosen):
-                without_key = {k: v for k, v in chosen.items() if k != key}
-                if not self.estimate(without_key.items()).excess:
-                    chosen = without_key
-            break
+            # A stronger value of a setting takes the place of a milder one, if it saves memory.
+            candidate = {**chosen, **dict(changes)}
+            if self._missing_bytes(candidate) < self._missing_bytes(chosen):
+                chosen = candidate
+            if not self.estimate(chosen.items()).excess:
+                chosen = self._without_needless(chosen)
+                break
         memory = self.estimate(chosen.items())
         return Remedy(changes=tuple(chosen.items()), peak=memory.peak, fits=not memory.excess)
+
+    def _without_needless(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Return the changes without those that the run does not need to fit."""
+        for key in list(changes):
+            without_key = {k: v for k, v in changes.items() if k != key}
+            if not self.estimate(without_key.items()).excess:
+                changes = without_key
+        return changes
 
     def _missing_bytes(self, changes: dict[str, Any]) -> tuple[int, int]:
         """Return the missing bytes, then the bytes of all parts.
@@ -192,45 +202,60 @@ class Planner:
         return memory.excess, sum(part.bytes for part in memory.parts)
 
     def _settings(self) -> Iterator[Choices]:
-        """Yield the values of each setting that may help, from mild to strong."""
-        memory = self.estimate()
-        config, load, training = self.config, memory.load, self.config.training
-        # With `auto` the plan has the level that is needed.
-        if training.activation_checkpointing in LEVELS:
-            stronger = LEVELS[LEVELS.index(training.activation_checkpointing) + 1 :]
-            possible = possible_levels(self.sizes(config.model).model, compiled=training.compile)
-            yield [
-                (("training.activation_checkpointing", level),)
-                for level in stronger
-                if level in possible
-            ]
-        values_by_key = [
-            # A microbatch holds at least one rollout.
-            ("training.token_budget", _halves(training.token_budget, load.context)),
-            # Settings of the engine that lower its memory, with values from mild to strong.
-            *((f"engine.{key}", values) for key, values in memory.engine.savings),
-            ("training.logits_budget_mb", _halves(training.logits_budget_mb, 64)),
-        ]
-        for key, values in values_by_key:
-            yield [((key, value),) for value in values]
+        """Yield the values of each setting that may help, from mild to strong.
+
+        The settings come in the order in which to try them: first those that only cost time, then
+        the weights' format, then those that divide the run over its GPUs or use host memory.
+        """
+        yield from self._settings_of_microbatches()
+        config = self.config
         if config.model.dtype is Dtype.float32:
             # Weights in bfloat16 leave nothing to autocast.
             yield [(("model.dtype", Dtype.bfloat16), ("training.mixed_precision", "no"))]
-        if config.distributed.name is not DistributedName.single and self._exceeds_budget:
-            sizes = [n for n in range(2, load.devices + 1) if load.devices % n == 0]
-            yield [
-                ((CONTEXT, size),) for size in sizes if size > config.distributed.context_parallel
-            ]
+        # Context parallel divides a rollout over processes. It helps only if a microbatch cannot be
+        # made small enough, as it holds at least one rollout.
+        is_single = config.distributed.name is DistributedName.single
+        if not is_single and self._rollout_exceeds_microbatch:
+            devices = self.estimate().load.devices
+            sizes = [n for n in range(2, devices + 1) if devices % n == 0]
+            present = config.distributed.context_parallel
+            yield [((CONTEXT_PARALLEL, size),) for size in sizes if size > present]
         if config.distributed.name is DistributedName.ddp:
             yield [(FSDP2,)]
         # Weights in host memory are refused for a base in 4 bits.
         if config.distributed.name is DistributedName.fsdp2 and config.model.quantization is None:
             yield [(("distributed.cpu_offload", True),)]
 
+    def _settings_of_microbatches(self) -> Iterator[Choices]:
+        """Yield settings of recomputation, microbatches, engine and logits."""
+        memory, training = self.estimate(), self.config.training
+        # With `auto` the plan has the level that is needed.
+        if training.activation_checkpointing in LEVELS:
+            stronger = LEVELS[LEVELS.index(training.activation_checkpointing) + 1 :]
+            model = self.sizes(self.config.model).model
+            possible = possible_levels(model, compiled=training.compile)
+            yield [
+                (("training.activation_checkpointing", level),)
+                for level in stronger
+                if level in possible
+            ]
+        # A microbatch holds at least one rollout.
+        longest_rollout = memory.load.context
+        yield _values("training.token_budget", _halves(training.token_budget, longest_rollout))
+        # Settings of the engine that lower its memory, with values from mild to strong.
+        for key, values in memory.engine.savings:
+            yield _values(f"engine.{key}", values)
+        yield _values("training.logits_budget_mb", _halves(training.logits_budget_mb, LEAST_LOGITS))
+
+
+def _values(key: str, values: Iterable[Any]) -> Choices:
+    """Return the values of a setting that require no other setting."""
+    return [((key, value),) for value in values]
+
 
 def _in_one_group(changes: tuple[Change, ...]) -> tuple[Change, ...]:
     """Return changes with all processes of a node in one group of context parallel."""
-    return (*changes, (CONTEXT, dict(changes)["distributed.processes"]))
+    return (*changes, (CONTEXT_PARALLEL, dict(changes)["distributed.processes"]))
 
 
 def _halves(value: int, least: int) -> list[int]:

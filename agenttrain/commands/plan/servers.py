@@ -37,11 +37,12 @@ class ServerMemory:
 
     gpus: int
     gpu_bytes: int
-    """Bytes of each GPU."""
+    """Bytes that the server uses on each of its GPUs, at its peak."""
     rollouts: int
-    """Rollouts whose keys and values fit at once."""
+    """Rollouts whose keys and values its GPUs hold at once."""
     fits: bool | None
-    """None: the GPUs' memory is not known."""
+    """True if `gpu_bytes` are no more than a GPU of the planned machine has, and the KV cache holds
+    a rollout of full length. None: the size of the machine's GPUs is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +164,7 @@ def plan_servers(
     spec, servers, load = spec_of(config.engine), config.servers, memory.load
     if not spec.fleet or memory.machine.kind == "cpu" or memory.machine.shared:
         return None
-    # Rollouts that one server has at once.
+    # Rollouts that one server samples at once.
     rows = min(config.engine.max_rows, ceil(load.in_flight / servers.count))
     engine_load = server_load(config, memory, sizes, rows)
 
@@ -173,12 +174,13 @@ def plan_servers(
         estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
         # The estimate calls the KV cache by this name. Its bytes are those of one GPU.
         cache = next((item.bytes for item in estimate.items if item.name == "keys and values"), 0)
+        # Bytes of one token times the tokens of the longest rollout. 0 for a recurrent model, whose
+        # rollouts need no cache: the 1 below avoids a division by zero, and the number is huge.
+        rollout_bytes = load.sampled * sizes.token_cache
         return ServerMemory(
             gpus=gpus,
             gpu_bytes=peak_bytes(estimate),
-            # `token_cache`: bytes of one token's keys and values. A recurrent model has none: 1
-            # avoids a division by zero.
-            rollouts=cache * gpus // max(load.sampled * sizes.token_cache, 1),
+            rollouts=cache * gpus // max(rollout_bytes, 1),
             fits=fits(estimate, memory.machine.memory),
         )
 
@@ -231,7 +233,13 @@ def lines(fleet: FleetPlan, speeds: Speeds) -> Iterator[str]:
 
 
 def record(fleet: FleetPlan | None) -> dict[str, Any] | None:
-    """Return the plan as --json prints it."""
+    """Return the plan as --json prints it.
+
+    ``computed_only``: no figure was measured. ``count`` servers of the settings have ``gpus`` GPUs
+    in all; ``feeding`` servers would sample as fast as the GPUs of ``trainers`` learn. ``fits`` and
+    ``remedy`` are those of a server of the settings, and ``by_gpus`` has the memory of a server
+    with 1, 2, 4 and 8 GPUs.
+    """
     if fleet is None:
         return None
     return {

@@ -24,7 +24,7 @@ from rich.text import Text
 from agenttrain.chat.chat import Chat
 from agenttrain.commands.rehearse.harbor import rehearse_tasks
 from agenttrain.commands.rehearse.stub import Stub
-from agenttrain.commands.verb import as_config_error, write_report
+from agenttrain.commands.verb import STDOUT, as_config_error, write_report
 from agenttrain.data.build import check_needed_columns
 from agenttrain.data.config import at_source
 from agenttrain.engines.config import Sampling
@@ -94,7 +94,8 @@ class Report:
     turns: dict[str, int]
     """Turns that the stub has written, by kind."""
     answers: dict[str, int]
-    """Calls that no tool has run, by the error that the model read."""
+    """Calls that were answered with an error before any tool ran, by that error: unknown tool,
+    invalid arguments. (Their turns count in `turns` too.)"""
     stop_reasons: dict[str, int]
     tools: list[ToolReport]
     rewards: list[RewardReport]
@@ -119,7 +120,8 @@ class Report:
     step_tokens_most: int
     """Sampled tokens of a step in which every turn uses its budget."""
     step_s: list[float] | None
-    """Seconds of sampling for both at `tokens_per_s`."""
+    """Seconds of sampling `step_tokens`, and of `step_tokens_most`, at --tokens-per-s; None without
+    the option."""
     problems: list[str]
     """Reasons why the run would fail or learn nothing; exit code 1 if there are any."""
     warnings: list[str]
@@ -132,15 +134,18 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
     """
     with as_config_error():
         components = Components(config)
+        # Harbor tasks bring their solutions: these are tried, without a stub and its chat template.
         if config.data.train.get("_target_") == HARBOR:
             return rehearse_tasks(components, args)
+        # The certificate is the check of the chat template, which training requires too.
         components.certificate.raise_if_refused()
         for part in components.parts:
             with part.located():
                 for key, source in part.tasks.by_key.items():
                     check_needed_columns(source, part.needed_columns, key)
         report = asyncio.run(_rehearse(components, args, overrides))
-    if write_report(asdict(report), args.json):
+    write_report(asdict(report), args.json)
+    if args.json != STDOUT:  # there the JSON takes the place of the text
         show(report, args.tokens_per_s)
     return int(bool(report.problems))
 

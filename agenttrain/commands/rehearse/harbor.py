@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
-from agenttrain.commands.verb import as_config_error, write_report
+from agenttrain.commands.verb import STDOUT, as_config_error, write_report
 from agenttrain.runs.setup import Components, prepare_images
 from agenttrain.runtimes.base import MachineLost
 from agenttrain.runtimes.machines import Machines, harbor_task
@@ -41,14 +41,18 @@ class Attempt:
 
 
 def rehearse_tasks(components: Components, args: Namespace) -> int:
-    """Attempt every task of data.train twice, print the list; return 1 if a task has a problem."""
+    """Grade every task of data.train with its own solution and untouched, and print the list.
+
+    Return exit code 1 if the solution of a task fails, or if a task passes untouched.
+    """
     with as_config_error():
         prepare_images(components)
         tasks = components.tasks.train.tasks(0, len(components.tasks.train))
     attempts = asyncio.run(_attempt_all(components, tasks))
     bad = [attempt for attempt in attempts if attempt.problems]
     report = {"tasks": len(attempts), "bad": len(bad), "attempts": [asdict(a) for a in attempts]}
-    if write_report(report, args.json):
+    write_report(report, args.json)
+    if args.json != STDOUT:  # there the JSON takes the place of the text
         _show(attempts)
     return int(bool(bad))
 

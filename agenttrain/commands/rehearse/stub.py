@@ -118,17 +118,21 @@ class Stub:
         after: str,
         rng: random.Random,
     ) -> list[int]:
-        """Return the ids of an answer with a text of the task; an endless one exceeds the limit.
+        """Return the ids of an answer with a text of the task.
 
-        `after` is the role of the message that it answers: "user" or "tool".
+        `kind` is Kind.answer, or Kind.endless for one that exceeds the limit of tokens. `after` is
+        the role of the message that it answers: "user" or "tool".
         """
-        column_texts, words = task_texts(task)
-        text = rng.choice(column_texts if column_texts and rng.random() < 0.5 else words)
+        # Half of the answers are a column's value, which may be the right one, and half a word of
+        # the prompt: rewards then differ.
+        column_texts, prompt_words = task_texts(task)
+        takes_column = column_texts and rng.random() < 0.5
+        text = rng.choice(column_texts if takes_column else prompt_words)
         answer = AssistantTurn(content=text, reasoning=None, calls=())
         ids = turn_ids(self.components.chat, answer, schemas, after)
         if kind is Kind.answer:
             return ids
-        # Repeat the answer without its last token, the end of turn, beyond the limit.
+        # Endless: repeat the answer without its last token, the end of turn, beyond the limit.
         part = ids[: max(len(ids) - 1, 1)]
         return part * (self.components.config.rollout.max_turn_tokens // len(part) + 1)
 

@@ -119,10 +119,10 @@ def wall_seconds(time: str) -> int | None:
 
 
 def job_problems(config: Any) -> Iterator[str]:
-    """Yield why a job cannot run the processes of a RunConfig."""
+    """Yield why a job cannot run the processes of `config`, a RunConfig."""
     section: SlurmConfig = config.slurm
-    name = config.distributed.name
-    serving = config.servers.nodes
+    distributed = config.distributed
+    serving = config.servers.nodes  # nodes whose GPUs are the servers'
     training = section.nodes - serving
     if training < 1:
         yield (
@@ -138,27 +138,37 @@ def job_problems(config: Any) -> Iterator[str]:
                 f"tensor_parallel_size={servers.tensor_parallel_size} a node's servers need "
                 f"{needed} GPUs, and it has slurm.gpus={section.gpus}; lower one of them"
             )
-    if name == "single" and serving:
+    if distributed.name == "single":
+        yield from _single_problems(section, serving=serving, training=training)
+    elif not section.gpus and distributed.processes is None:
+        yield (
+            f"distributed={distributed.name}: how many processes on each node? add slurm.gpus=…, "
+            "or without GPUs distributed.processes=…"
+        )
+    elif section.gpus and distributed.processes not in (None, section.gpus):
+        yield (
+            f"distributed.processes={distributed.processes}: one per GPU, and there are "
+            f"slurm.gpus={section.gpus}; leave it out, or make them equal"
+        )
+
+
+def _single_problems(section: SlurmConfig, *, serving: int, training: int) -> Iterator[str]:
+    """Yield why a job cannot run distributed=single, one process on one node with one GPU.
+
+    Of the job's nodes, `serving` run servers and `training` train. All nodes have the same
+    slurm.gpus: with serving nodes there may be several, which the servers use.
+    """
+    if serving:
         if training > 1:
             yield (
                 f"slurm.nodes={section.nodes}: servers.nodes={serving} of them serve, and "
                 f"distributed=single trains on one; add distributed=ddp or distributed=fsdp2, or "
                 f"slurm.nodes={serving + 1}"
             )
-    elif name == "single":
-        for key, value in (("gpus", section.gpus), ("nodes", training)):
-            if value > 1:
-                yield (
-                    f"slurm.{key}={value}: distributed=single uses one; add distributed=ddp or "
-                    f"distributed=fsdp2, or slurm.{key}=1"
-                )
-    elif not section.gpus and config.distributed.processes is None:
-        yield (
-            f"distributed={name}: how many processes on each node? add slurm.gpus=…, or without "
-            "GPUs distributed.processes=…"
-        )
-    elif section.gpus and config.distributed.processes not in (None, section.gpus):
-        yield (
-            f"distributed.processes={config.distributed.processes}: one per GPU, and there are "
-            f"slurm.gpus={section.gpus}; leave it out, or make them equal"
-        )
+        return
+    for key, value in (("gpus", section.gpus), ("nodes", training)):
+        if value > 1:
+            yield (
+                f"slurm.{key}={value}: distributed=single uses one; add distributed=ddp or "
+                f"distributed=fsdp2, or slurm.{key}=1"
+            )

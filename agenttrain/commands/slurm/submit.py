@@ -87,6 +87,7 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     text = render(plan.script, plan.settings)
     # A dry run prints only the script to stdout, so that it can be redirected to a file.
     output = sys.stderr if args.dry_run else sys.stdout
+    # Certificates are checks of the chat templates: a run whose template fails would not train.
     with _offline_if(plan.settings.offline), redirect_stdout(output):
         if not args.no_check and not certify(plan.runs, command.verb):
             return 1
@@ -94,18 +95,23 @@ def submit(args: Namespace, overrides: Sequence[str]) -> int:
     for note in (*note_local_paths(plan.script, configs), *note_containers(configs)):
         print(f"note: {note}", file=sys.stderr)
     _print_script(text)
-    if not sbatch.has_sbatch():  # only a dry run comes this far without it
-        print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
+    if args.dry_run:
+        _lint_if_possible(text)
         return 0
-    try:
-        print(sbatch.lint(text), file=sys.stderr)
-    except sbatch.ClusterUnreachable as error:
-        if not args.dry_run:
-            raise
-        print(f"note: not checked by SLURM: {error}", file=sys.stderr)
-    if not args.dry_run:
-        _submit(plan, text)
+    print(sbatch.lint(text), file=sys.stderr)
+    _submit(plan, text)
     return 0
+
+
+def _lint_if_possible(script: str) -> None:
+    """Let SLURM check a script that is not submitted; say so if it cannot."""
+    if not sbatch.has_sbatch():
+        print("note: not checked by SLURM: there is no sbatch here", file=sys.stderr)
+        return
+    try:
+        print(sbatch.lint(script), file=sys.stderr)
+    except sbatch.ClusterUnreachable as error:
+        print(f"note: not checked by SLURM: {error}", file=sys.stderr)
 
 
 def check_job(args: Namespace, overrides: Sequence[str]) -> int:
@@ -126,6 +132,7 @@ def _checked_plan(
     with hydra_session(command.source):
         plan = _plan_job(command, slurm)
     folder = plan.script.folder
+    # The files of a run (config.yaml), a sweep (sweep.json) and a job (job.sbatch).
     if not plan.resumes and any((folder / name).exists() for name in (CONFIG, RECORD, NAME)):
         raise ConfigError(
             f"{folder}: holds a run or a job already; `sbatch {quote(str(plan.script.path))}` "
@@ -239,15 +246,18 @@ def _check_same_processes(overrides: Sequence[str], runs: Sequence[Sequence[str]
 
 
 def _plan_resumed(command: Command, slurm: Sequence[str], folder: Path) -> PlannedJob:
-    """Plan the job that resumes the run in `folder`."""
-    source = command.source
-    composed = compose_run(slurm, source, with_hydra=True)
-    settings = composed.config.slurm
+    """Plan the job that resumes the run in `folder`.
+
+    `slurm` are the overrides of slurm.*. They are composed apart from the run: the job is a new
+    one, which does not inherit the section `slurm` that the run has saved.
+    """
+    job = compose_run(slurm, command.source, with_hydra=True)
+    settings = job.config.slurm
     runs = compose_all(command)
     check_submission(replace(runs[0].config, slurm=settings))
     trust = [TRUSTED] if command.trust else []
     arguments = [command.verb, *command.options, f"resume={folder}", *command.overrides, *trust]
-    script = _job_script(folder, job_name(composed), [arguments], runs[0])
+    script = _job_script(folder, job_name(job), [arguments], runs[0])
     return PlannedJob(settings=settings, runs=runs, script=script, record=None, resumes=True)
 
 
@@ -256,11 +266,12 @@ def _plan_sweep(
 ) -> PlannedJob:
     """Plan the job array of a sweep.
 
-    `composed` is its first run as typed; in `runs` the job has added nodes and processes.
+    `runs` are its checked runs, with the nodes and processes that the job adds. `composed` is the
+    first run as typed. It alone has the job's name and section `slurm`.
     """
     first = composed.config
-    _check_sweep(runs[0].config.sweep)
-    if first.servers.nodes:
+    _check_sweep(first.sweep)
+    if first.servers.nodes:  # each job of an array has its own nodes, all of which train
         raise ConfigError(
             f"servers.nodes={first.servers.nodes}: the jobs of an array have no nodes for "
             "servers; submit the runs one by one, or leave it out"

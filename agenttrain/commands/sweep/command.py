@@ -78,20 +78,22 @@ def new_sweep(
     # An absolute path, because a job may be started in another folder.
     options = ["--config-dir", str(Path(source.extra).resolve())] if source.extra else []
     options += ["--config-name", source.name] if source.name != "train" else []
-    # Without resolving ${hydra.job.num}, which differs between the jobs.
+    # The text of the setting: Hydra would resolve ${hydra.job.num}, which differs between the jobs.
     subdir = str(raw.hydra.sweep._get_node("subdir")._value())
-    search, jobs = expansion.search, list[SweepJob]()
     # Overrides that pin models and data of each run to the commits of the hub.
     commits = [pins(run, command.verb) for run in runs]
+    search, jobs = expansion.search, list[SweepJob]()
     if search is None:
         pairs = zip(expansion.runs, commits, strict=True)
         jobs = _make_jobs([[*words, *added] for words, added in pairs], source, subdir)
-    elif subdir != NUMBERED:
-        raise ConfigError(f"hydra.sweep.subdir={subdir}: a search numbers its jobs; leave it out")
-    else:
+    else:  # the search makes its jobs later
+        if subdir != NUMBERED:
+            raise ConfigError(
+                f"hydra.sweep.subdir={subdir}: a search numbers its jobs; leave it out"
+            )
         # Pin only the models that all runs share: a search may vary the model.
-        shared = sorted(set.intersection(*map(set, commits)))
-        repeats = [[*_without_hydras_keys(repeat), *shared] for repeat in search.repeats]
+        common_commits = sorted(set.intersection(*map(set, commits)))
+        repeats = [[*_without_hydras_keys(repeat), *common_commits] for repeat in search.repeats]
         search = replace(search, repeats=repeats)
     record = SweepRecord(
         verb=command.verb,

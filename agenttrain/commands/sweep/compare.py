@@ -45,7 +45,8 @@ def compare(args: Namespace) -> int:
     is_incomplete = unfinished or record.lacks_trials
     resume = shell_command(["-m", f"resume={args.folder}"]) if is_incomplete else None
     report = hide_in_settings(finite(as_json(comparison, resume)))
-    prints_text = write_report(report, args.json)
+    write_report(report, args.json)
+    prints_text = args.json != STDOUT  # there the JSON takes the place of the text
     if prints_text and args.markdown:
         print(hide_secrets(markdown(comparison)))
     elif prints_text:
@@ -59,7 +60,7 @@ def compare(args: Namespace) -> int:
         except OSError as error:
             problem = f"cannot be written: {error.strerror}"
             raise ConfigError(f"--plot {args.plot}: {problem}") from error
-        if args.json != STDOUT and not args.markdown:
+        if prints_text and not args.markdown:
             print(f"plot       {args.plot}")
     return 0
 

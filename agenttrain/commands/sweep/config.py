@@ -53,9 +53,11 @@ class SweepConfig:
     """Configurations one by one, each `key=value key=value …`; each is combined with the values of
     `key=a,b`."""
     trials: Whole | None = Field(default=None, ge=1)
-    """Number of configurations that are taken from ranges and choices, each run with every `seed`;
-    None: every combination of the values."""
+    """Number of configurations that the sampler takes from ranges and choices; None: every
+    combination of the values. Each trial is run with every value of `seed`, and is combined with
+    every entry of `runs`."""
     sampler: Data[Sampler] = Sampler.random
+    """Choice of the `trials`."""
     direction: Data[Direction | None] = None
     """Used by `sweep.sampler=tpe`. None: an objective of LOWER_IS_BETTER is minimized, any other
     is maximized."""

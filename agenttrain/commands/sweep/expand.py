@@ -171,9 +171,11 @@ def _all_combinations(overrides: Sequence[Override]) -> list[list[str]]:
                 f"{override.input_line}: a range has infinitely many values; add sweep.trials=… to "
                 "draw some configurations, or name the values"
             )
+    # Count the combinations before Hydra lists them. It keeps earlier overrides of a key in each
+    # run, of which the last one wins.
     last_by_key = {override.get_key_element(): override for override in overrides}
     swept = [override for override in last_by_key.values() if override.is_sweep_override()]
-    _check_number(
+    _check_number(  # none, or more than a sweep may have
         prod(map(_number_of_values, swept)),
         " ".join(as_typed(override.input_line) for override in swept),
     )

@@ -79,7 +79,8 @@ class SweepRecord:
     options: list[str] = field(default_factory=list)
     """Options of the command line for every job, e.g. ["--config-dir", "/home/me/conf"]."""
     shared: list[str] = field(default_factory=list)
-    """Typed overrides that do not vary, those of the sweep itself included."""
+    """Typed overrides that do not vary, settings of the sweep and of Hydra included. Each job has
+    the others of them among its own overrides too."""
     search: TrialSearch | None = None
     """None: all jobs are known."""
     jobs: list[SweepJob] = field(default_factory=list)
@@ -102,7 +103,7 @@ class SweepRecord:
         """Return the fields that the signature is computed from."""
         fields = {**asdict(self), "signature": None}
         if self.search is None:
-            del fields["search"]  # signatures of sweeps without a search do not cover it
+            del fields["search"]  # records from before there were searches are signed without it
         return fields
 
     def arguments(self, sweep: Path, job: SweepJob, *extra: str) -> list[str]:
@@ -111,7 +112,7 @@ class SweepRecord:
         A job whose run has begun is resumed by other arguments.
         """
         folder = f"hydra.run.dir={quote_path(sweep / job.folder)}"
-        overrides = overrides_in_this_layout(job.overrides)
+        overrides = overrides_in_this_layout(job.overrides)  # an older version may have other keys
         return [self.verb, *self.options, *overrides, *extra, folder]
 
 

@@ -175,27 +175,33 @@ def _start(
     if job_state(job_folder, job).status == FINISHED:  # by another process
         print(f"{job_folder}: has finished in the meantime", flush=True)
         return None
-    number, total = _job_number(record, job), len(record.jobs)
-    if record.search is None:
-        values = varying_settings(record)[number - 1]
-    else:
-        # Jobs of later trials are not in the record: take the axes of the search, and the seed.
-        total = record.search.trials * len(record.search.repeats)
-        keys = {*settings_by_key(record.search.space), REPEATED}
-        values = {
-            key: value for key, value in settings_by_key(job.overrides).items() if key in keys
-        }
-    print(f"\njob {number} of {total}: {settings_line(values)} -> {job_folder}", flush=True)
+    print(f"\n{_job_title(record, job)} -> {job_folder}", flush=True)
     if read_summary(job_folder):
         update_summary(job_folder, status=None, error=None)  # remove those of the last attempt
-    output = None
-    if len(sweep.shares) > 1:
+    output = None  # the terminal
+    if len(sweep.shares) > 1:  # several jobs at once would mix their lines there
         job_folder.mkdir(parents=True, exist_ok=True)
         output = job_folder / OUTPUT
     arguments = _job_arguments(folder, record, job, sweep.changes, sweep.trust)
     process = JobProcess(arguments, output, share)
     signals.add(process)
     return process
+
+
+def _job_title(record: SweepRecord, job: SweepJob) -> str:
+    """Return number and settings of a job: ``job 2 of 4: algorithm=grpo seed=1``."""
+    number, total = _job_number(record, job), len(record.jobs)
+    if record.search is None:
+        values = varying_settings(record)[number - 1]
+    else:
+        # Trials that are not chosen yet have no jobs in the record. What may differ between all
+        # jobs are the axes of the search, and the seed (REPEATED).
+        total = record.search.trials * len(record.search.repeats)
+        keys = {*settings_by_key(record.search.space), REPEATED}
+        values = {
+            key: value for key, value in settings_by_key(job.overrides).items() if key in keys
+        }
+    return f"job {number} of {total}: {settings_line(values)}"
 
 
 def _job_number(record: SweepRecord, job: SweepJob) -> int:
