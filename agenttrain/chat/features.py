@@ -29,14 +29,18 @@ _TIME_OF_DAY = re.compile(r"%[-_0^#E]?[HIklMSfpPTRrcXs+]")
 
 
 class Status(StrEnum):
-    """Result of a probe."""
+    """Result of a probe of a chat template, from the best to the worst.
+
+    A rollout appends the ids of each turn to its context. Most probes compare such a context with
+    the ids of the whole conversation as the template renders it.
+    """
 
     passed = "passed"
-    """The loop's ids are those that the template renders."""
+    """The ids are equal, or the template has the feature that is probed."""
     fixed = "fixed"
-    """The fixed template passes; the model's own template fails."""
+    """The template passes with the changes of `Fix`; the model's own template fails."""
     refused = "refused"
-    """The loop's ids differ from the template's rendering."""
+    """The ids differ, or the feature is missing: no run starts with this template."""
 
 
 class Misfit(StrEnum):

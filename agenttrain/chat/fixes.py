@@ -79,8 +79,8 @@ class Family:
     """The fixed template renders tools."""
     marks: tuple[str, ...] = ()
     """Texts in the source of every template of this family, matched like `Edit.find`. A family
-    without marks, such as hermes, has no templates of its own: its fix adds a tool format to any
-    template, and it is recognised only by the calls that a template writes."""
+    without marks, such as hermes, is no family of models but a format for calls, which its fix adds
+    to any template. A template is recognised as such by the calls that it writes."""
     absent: tuple[str, ...] = ()
     """Texts that no template of this family contains."""
     fixes: tuple[tuple[Edit, ...], ...] = ()
@@ -88,14 +88,16 @@ class Family:
     originals: tuple[str, ...] = ()
     """Names of its templates in `commands/templates.py`."""
     control: tuple[str, ...] = ()
-    """Special tokens, for `agenttrain templates`. The first is the end of sequence."""
+    """Special tokens of the tokenizer that `agenttrain templates` makes to try a template. The
+    first is the end of sequence."""
     added: tuple[str, ...] = ()
-    """Added tokens that are not special, for `agenttrain templates`."""
+    """Added tokens of that tokenizer that are not special."""
     bos: str | None = None
-    """The token that begins a sequence, for `agenttrain templates`."""
+    """The token of that tokenizer that begins a sequence."""
     plain: tuple[Plain, ...] = ()
-    """Added tokens that are ordinary text. All other added tokens, except white space, are
-    control tokens, which no text of a user or a tool can become."""
+    """Added tokens that are ordinary text in real tokenizers. There, every other added token,
+    special or not, is a control token, which no text of a user or a tool can become; white space
+    is not."""
 
 
 def template_pattern(find: str) -> re.Pattern[str]:
@@ -197,34 +199,37 @@ class Fix:
 def apply_fix(name: str, family: Family, stock: str) -> Fix:
     """Apply the first of the family's fixes that fits the template. Raises ChatError if none does.
 
-    Each fix is for some revisions of the template. A family may end its list with a fix without
-    edits, which leaves any other revision as it is: only the certificate shows if that template
-    works, and `Fix.problem` names the text that the first fix did not find.
+    Each fix is a list of edits for some revisions of the template. It fits if every edit finds its
+    text. A family may end its list with a fix without edits, which leaves any other revision as it
+    is: only the certificate shows if that template works, and `Fix.problem` names the text that the
+    first fix did not find.
     """
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
     first_problem = ""  # of the first fix that does not fit
     for edits in family.fixes:
         template = stock
-        changes: dict[str, None] = {}  # an ordered set
+        reasons: dict[str, None] = {}  # an ordered set: several edits may have one reason
+        missing_text: str | None = None  # the text that an edit replaces and the template lacks
         for edit in edits:
             edited = edit.apply(template)
             if edited is None:
-                break  # try the next fix
-            if edited != template:
-                changes[edit.why] = None
+                missing_text = " ".join(edit.find.split())
+                break
+            # Only one edit of a fix need state its reason. An edit made before changes nothing.
+            if edited != template and edit.why:
+                reasons[edit.why] = None
             template = edited
-        else:  # all edits applied
+        if missing_text is None:  # all edits applied
             return Fix(
                 family=name,
                 stock=stock,
                 template=template,
-                changes=tuple(filter(None, changes)),
+                changes=tuple(reasons),
                 # A fix without edits is used only where those before it did not fit.
                 problem=None if edits else first_problem or None,
             )
         if not first_problem:
-            missing_text = " ".join(edit.find.split())
             if len(missing_text) > MAX_FIND:
                 missing_text = missing_text[: MAX_FIND - 1] + "…"
             first_problem = (

@@ -26,6 +26,17 @@ class MarkedSpec(Syntax):
 
     Example: ``<think>2 + 2</think>Let me see.<tool_call>{"name": "add", "arguments": {}}
     </tool_call>``
+
+    Formats are of three kinds, by what begins a call::
+
+        call_open                      <tool_call>{"name": "f"}   always a mark
+        call_open and call_open_also   <function=f>               the mark, which may be forgotten
+        call_open_pattern              {"name": "f"}              no mark: the call's own beginning
+
+    Calls with their mark and calls of the third kind begin regions, which `_split_calls` reads. The
+    calls of the second kind without their mark stand between the regions: `_read_outside`. The
+    third kind has two more cases: an object that names no tool is content, and a call that is cut
+    before the pattern matches has to be found (`_cut_call`).
     """
 
     reasoning_open: str = ""
@@ -58,7 +69,7 @@ class MarkedSpec(Syntax):
 
         A spec has a mark, `call_open`, or an expression for calls without one, `call_open_pattern`.
         Openings that only models write, `call_open_also`, are added in a format without a mark. In
-        one with a mark they count only before the name of a tool: `_read_outside` reads them.
+        one with a mark they count only where a tool's name follows: `_read_outside` reads them.
         """
         opening = self.call_open_pattern or re.escape(self.call_open)
         if self.call_open or self.call_open_also is None:
