@@ -515,37 +515,29 @@ class Chat:
     def _split_off_images(
         self, spans: Sequence[tuple[Origin, list[int]]], replies: Sequence[Message]
     ) -> list[tuple[Origin, list[int]]]:
-        """Give the placeholders of each image a span of their own, of the origin `tool`.
+        """Repeat the placeholders of images in `spans`; give those of each image their own span.
 
-        Example, for an image that needs the placeholder P three times: ``(template, [1, P, 8])``
-        becomes ``(template, [1]), (tool, [P, P, P]), (template, [8])``.
+        The origin of that span is `tool`, as that of the reply's texts: an image comes from outside
+        too. Example, for an image that needs the placeholder P three times: ``(template, [1, P,
+        8])`` becomes ``(template, [1]), (tool, [P, P, P]), (template, [8])``.
         """
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
         ids = self._expand_placeholders(
             [token_id for _, part in spans for token_id in part], replies
         )
-        # The origin of each token before the expansion, which repeats an image's placeholder.
-        origins = iter([origin for origin, part in spans for _ in part])
-        images = iter(self.place(ids, replies))
+        origins = [origin for origin, part in spans for _ in part]  # of the ids before expansion
         split: list[tuple[Origin, list[int]]] = []
-        # `position` is in the expanded ids. `origins` advances once per token before the expansion.
-        position, image = 0, next(images, None)
-        while position < len(ids):
-            if image is not None and image.start == position:
-                next(origins)  # of the single placeholder that the template wrote
-                split.append((Origin.tool, ids[position : image.end]))
-                position, image = image.end, next(images, None)
-                continue
-            origin = next(origins)
-            # Ids after an image begin a new span: an image's span holds only its placeholders.
-            after_image = bool(split) and split[-1][1][-1] == self.placeholders.token_id
-            if split and split[-1][0] is origin and not after_image:
-                split[-1][1].append(ids[position])
-            else:
-                split.append((origin, [ids[position]]))
-            position += 1
-        return split
+        position = 0  # in the expanded `ids`
+        origin_index = 0  # of the same token in `origins`
+        for image in self.place(ids, replies):
+            text_length = image.start - position  # tokens between the last image and this one
+            text_origins = origins[origin_index : origin_index + text_length]
+            split += _spans_by_origin(ids[position : image.start], text_origins)
+            split.append((Origin.tool, ids[image.start : image.end]))
+            position = image.end
+            origin_index += text_length + 1  # before expansion the image was one placeholder
+        return split + _spans_by_origin(ids[position:], origins[origin_index:])
 
     def as_rendered(
         self, turn: AssistantTurn, replies: Sequence[Message]
@@ -729,6 +721,19 @@ class Chat:
         if not before_content.startswith(prompt):
             return []
         return self.encoder.encode(before_content.removeprefix(prompt))
+
+
+def _spans_by_origin(
+    ids: Sequence[int], origins: Sequence[Origin]
+) -> list[tuple[Origin, list[int]]]:
+    """Return ids as spans (origin, ids of neighbours of that origin)."""
+    spans: list[tuple[Origin, list[int]]] = []
+    for token_id, origin in zip(ids, origins, strict=True):
+        if spans and spans[-1][0] is origin:
+            spans[-1][1].append(token_id)
+        else:
+            spans.append((origin, [token_id]))
+    return spans
 
 
 def _merge_tool_replies(replies: Sequence[Message]) -> list[Message]:

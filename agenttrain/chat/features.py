@@ -179,11 +179,16 @@ def _probe_control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
-        """Return the ids after a turn with the reply `text`: a tool's if there are calls."""
+        """Return the ids after a minimal turn with the reply `text`.
+
+        It is a tool's reply to CALL if the template renders calls, else a user's to ANSWER.
+        """
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL
             reply |= {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
+        # There is no completion: an empty one that was cut off, after which the suffix begins with
+        # the end of the turn.
         spans = chat.suffix(
             turn, [reply], completion_ids=[], finish=Finish.length, generation_prompt=True
         )

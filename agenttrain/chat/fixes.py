@@ -41,18 +41,28 @@ class Edit:
     """Purpose of the edit, given once per fix."""
 
     def apply(self, template: str) -> str | None:
-        """Return the edited template, also if it was edited before; None if it lacks `find`."""
+        """Return the edited template; None if it has nothing to edit.
+
+        Examples, of replacing ``a`` by ``b``::
+
+            "xa"  ->  "xb"
+            "xb"  ->  "xb"     edited before
+            "x"   ->  None
+        """
         if not self.find:  # `put` begins the template
             return template if self.put in template else self.put + template
         find = template_pattern(self.find)  # also finds it with other blanks, quotes and dashes
-        is_edited = bool(self.put) and template_pattern(self.put).search(template) is not None
-        # A replacement that contains `find` would be edited again at each call.
-        if is_edited and find.search(self.put):
+        has_put = bool(self.put) and template_pattern(self.put).search(template) is not None
+        put_contains_find = find.search(self.put) is not None
+        if has_put and put_contains_find:
+            # Edited before. `find` stands in the template only as a part of `put`: replacing "a" by
+            # "ab" once more would make "abb".
             return template
+        # A function, because a replacement text would be read for escapes such as \1.
         edited, count = find.subn(lambda _: self.put, template)
         if count:
             return edited
-        return template if is_edited else None
+        return template if has_put else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
