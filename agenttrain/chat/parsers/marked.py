@@ -172,8 +172,8 @@ class MarkedSpec(Syntax):
             end = mark.end() + read.end  # of the calls in the region
             while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
-            # In a format without marks the opening matches no text: it is the place of the call's
-            # first character.
+            # In a format without marks (`call_open_pattern`) the opening matches no text: it is the
+            # place of the call's first character.
             has_no_mark = mark.end() == mark.start()
             names_no_tool = len(read.calls) == 1 and read.calls[0].name is None
             if has_no_mark and names_no_tool:

@@ -227,8 +227,8 @@ class _ItemReader:
         """The last assistant message, as the client sent it: its items so far. After it come at
         most replies to its calls. None after a message of another role."""
         self.current_as_issued: Message | None = None
-        """The same turn as this server issued it; None if another server did, or nobody knows. Like
-        `current_turn`, set by `_turn_for_item`."""
+        """The same turn as this server issued it; None if it did not, or if no item of the turn has
+        shown so. Like `current_turn`, set by `_turn_for_item`."""
 
     def read(self, request: ResponsesRequest) -> list[Message]:
         """Return the messages. Raises RequestError."""
@@ -414,8 +414,8 @@ def output_items(
 ) -> list[dict[str, Any]]:
     """Return an answer of this server as output items: reasoning, text, calls.
 
-    `message` is the assistant message under HANDLE of which is the turn's handle, a random id. The
-    items' ids contain it, so that the turn is found again when a client sends an item back.
+    `message` holds the turn's handle, a random id, under HANDLE. The items' ids contain it, so that
+    the turn is found again when a client sends an item back.
     """
     handle, items = message[HANDLE], []
     if "reasoning_content" in message:

@@ -84,7 +84,7 @@ class Ranking:
     def __init__(
         self,
         *,
-        # `Data` marks settings that are plain data. `url` is none where the run would reach it.
+        # Data is never reached over a network: of addresses, only ``role:<name>`` is data.
         url: Annotated[str | ChatBackend, DataWhere(is_role)],
         model: Data[str | None] = None,
         prompt: Data[str],
