@@ -120,18 +120,24 @@ class TurnBoundary:
     def _calls_end(self, assistant: Message) -> tuple[str, str]:
         """Return (text that closes the calls, end of the turn) of a message that nothing follows.
 
-        BODY ends the last argument of `assistant`'s calls, so the text after BODY closes them.
-        Example: ``("}\\n</tool_call>", "<|im_end|>")``.
+        `assistant` is a message of `_short_message`: the placeholder BODY is the last argument of
+        its calls, and the text after BODY closes the calls and ends the turn. Examples::
+
+            Qwen     "}}\\n</tool_call>", "<|im_end|>"     as answers end
+            GPT-OSS  "}", "<|call|>"                      answers end with <|return|>
+            GLM      "</arg_value>\\n</tool_call>", ""     no turn has an end of its own
         """
-        end = self.answer_end()
-        after_calls = _text_after_body(self.render([USER, assistant], generation_prompt=False))
-        # Where answers have no end (GLM), all text after the calls closes them.
-        closing = self._up_to_last_control(after_calls) if end else after_calls.rstrip()
-        if not closing.endswith(end):  # an empty `end` is at the end of any text
-            # Calls end with another token than answers, the last of `closing`: <|call|> in GPT-OSS.
-            pieces = list(self.encoder.pieces(closing))
-            end = pieces[-1][1] if pieces else ""
-        return closing.removesuffix(end), end
+        after_body = _text_after_body(self.render([USER, assistant], generation_prompt=False))
+        answer_end = self.answer_end()
+        if not answer_end:
+            return after_body.rstrip(), ""
+        closing_and_end = self._up_to_last_control(after_body)
+        if closing_and_end.endswith(answer_end):
+            return closing_and_end.removesuffix(answer_end), answer_end
+        # Calls end with another token than answers. It is the last piece: (is control, text).
+        pieces = list(self.encoder.pieces(closing_and_end))
+        _, end = pieces[-1] if pieces else (False, "")
+        return closing_and_end.removesuffix(end), end
 
     def answer_end(self) -> str:
         """Return the end of an answer that nothing follows, e.g. ``<|im_end|>``."""
@@ -140,8 +146,11 @@ class TurnBoundary:
         return self._up_to_last_control(_text_after_body(rendering))
 
     def _up_to_last_control(self, text: str) -> str:
-        """Return the text up to its last control token, inclusive; empty if it has none."""
-        pieces = list(self.encoder.pieces(text))
+        """Return the text up to its last control token, inclusive; empty if it has none.
+
+        Example: ``"}\\n</tool_call><|im_end|>\\n"`` without the newline at its end.
+        """
+        pieces = list(self.encoder.pieces(text))  # (is control, text)
         while pieces and not pieces[-1][0]:
             pieces.pop()
         return "".join(piece for _, piece in pieces)
@@ -206,7 +215,7 @@ class ReplyTexts:
             raise ChatError(f"a reply of the role {role} holds {type(content).__name__}, not text")
         return clean(content) if self._is_verbatim(role) else self._rendered_text(role, content)
 
-    def beside_images(self, reply: Message) -> list[str]:
+    def texts_beside_images(self, reply: Message) -> list[str]:
         """Return the texts of a reply with images, as rendered. Raises ChatError.
 
         Rendered together with images, a changed text could not be told from the text around it, so
@@ -237,15 +246,17 @@ class ReplyTexts:
         """Return a reply's text as it is rendered, without the constant text around it.
 
         A template may change the text, e.g. strip it. The text around it is found once per role,
-        by rendering a slot (a placeholder) in place of the text.
+        by rendering a placeholder (a slot) in place of the text.
         """
+        # `after_turn` renders an assistant's turn and the reply. The end of that turn, the first of
+        # its two results, is not needed here.
         if role not in self._frames:
-            _, frame = self.after_turn(role, slot(0))
-            before, _, after = frame.partition(slot(0))
+            _, rendered_slot = self.after_turn(role, slot(0))
+            before, _, after = rendered_slot.partition(slot(0))
             self._frames[role] = before, after
         before, after = self._frames[role]
-        # Marked, as in a prompt: the boundary must not take a control token in the text for the
-        # template's own.
+        # Control tokens in the text are wrapped (`mark`), so that the search for the end of the
+        # turn does not take them for the template's own.
         _, rendered = self.after_turn(role, self.encoder.mark(text))
         end = len(rendered) - len(after)
         # Before and after must both stand there, and must not overlap.
@@ -275,30 +286,35 @@ class ReplyBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suffix:
-    """The context after any turn of one shape, without the texts of its replies."""
+    """The context after a turn, with gaps for the texts of its replies.
+
+    It is the same for all turns of one shape, which are turns that call the same tools and have
+    replies of the same roles: only the texts of the replies differ.
+    """
 
     end_ids: tuple[int, ...]
-    """The end of the turn, up to its control token; empty if the template writes none."""
+    """The end of the turn, of which a control token is the last: ``<|im_end|>``. Empty if the
+    template writes none."""
     blocks: tuple[tuple[int, ...] | ReplyBlock, ...]
     """The context after the end: ids of constant text, and text to fill with replies."""
     glue_length: int
-    """Number of tokens of `blocks` with empty replies."""
+    """Number of tokens of `blocks` if all replies are empty texts: the template's own tokens."""
     last_end_ids: tuple[int, ...] = ()
     """The end of an answer that nothing follows, e.g. GPT-OSS's ``<|return|>``; empty unless it
     differs from `end_ids`."""
 
 
-def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suffix:
+def build_suffix(end: str, text: str, encoder: Encoder, *, slots: int) -> Suffix:
     """Tokenise the end of a turn and the text after it.
 
-    `text` has the slots 0 to `replies` - 1, one for each reply's text. Text between control
+    `text` has the slots 0 to `slots` - 1, one for each text of a reply. Text between control
     tokens that holds a slot becomes a ReplyBlock, which `fill_suffix` tokenises with each
     reply. All other text is constant. The suffix's `glue_length` counts the tokens that remain
     if all replies are empty.
     """
-    if _REPLY.findall(text) != [str(index) for index in range(replies)]:
+    if _REPLY.findall(text) != [str(index) for index in range(slots)]:
         raise ChatError(
-            f"the chat template does not show each of {replies} replies once and in order: "
+            f"the chat template does not show each of {slots} replies once and in order: "
             f"{_REPLY.sub('<reply>', unmark(text))!r}; set chat_template"
         )
     blocks: list[tuple[int, ...] | ReplyBlock] = []
@@ -320,7 +336,7 @@ def build_suffix(end: str, text: str, encoder: Encoder, *, replies: int) -> Suff
     return Suffix(
         end_ids=tuple(encoder.encode(end)),
         blocks=tuple(blocks),
-        glue_length=sum(len(ids) for _, ids in fill_suffix(blocks, [""] * replies, encoder)),
+        glue_length=sum(len(ids) for _, ids in fill_suffix(blocks, [""] * slots, encoder)),
     )
 
 

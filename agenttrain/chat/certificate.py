@@ -212,17 +212,19 @@ class Certificate:
     changes: tuple[str, ...]
     """Changes that the fix made."""
     preserving: bool
-    """The model's own template, before any fix, renders earlier messages the same in every turn."""
+    """The model's own template renders earlier messages the same in every turn, as a context that
+    only grows demands. Judged before any fix, so that it says whether the model needs one."""
     one_call_per_turn: bool
-    """The template renders one call of a turn of several."""
+    """If a turn has several calls, the template renders only one of them."""
     warnings: tuple[str, ...]
     """Warnings about training with this template and about serving the trained model."""
     remedy: str
     """Advice for refused probes: the setting to change."""
     left_out: tuple[str, ...] = ()
-    """Messages whose text the template leaves out or refuses; a row that has one is refused."""
+    """Kinds of messages, in words, whose text the template leaves out or refuses. A row of the data
+    that has one is refused."""
     chosen: str | None = None
-    """Note on which template was taken, if the tokenizer carries several."""
+    """Note for people on which template was chosen; None unless the tokenizer carries several."""
 
     @property
     def passed(self) -> bool:

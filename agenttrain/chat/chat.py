@@ -41,7 +41,7 @@ from agenttrain.utils.image_files import BadImage
 from agenttrain.utils.messages import REASONING_KEYS, normal_message
 from agenttrain.utils.placeholders import Placeholders
 
-CACHED_SHAPES = 4096
+CACHED_SHAPES = CACHED_PLACES = 4096
 """Entries of the caches of turn shapes and of message places, before they are cleared."""
 CHARACTERS_PER_TOKEN = 8
 """First guess at the amount of text that fills a limit; doubled until it does."""
@@ -50,7 +50,8 @@ PREFIX = 8
 besides."""
 WORD = "zqrolezq"
 """A text that no template contains or changes."""
-MARKERS = ("… [{:,} characters clipped]", "…")
+LONG_MARKER, SHORT_MARKER = "… [{:,} characters clipped]", "…"
+"""Marks at the end of a clipped text."""
 
 
 class Chat:
@@ -64,9 +65,15 @@ class Chat:
         chat.suffix(turn, replies, completion_ids=sampled, finish=Finish.stop,
                     generation_prompt=True)   # [(template, […]), (tool, [29]), (template, […])]
 
-    Texts of users and tools are marked before they are rendered: control tokens in them are
-    wrapped (`Encoder.mark`), so that they stay text. `placeholders` always stand for images. The
-    texts that stand for replies while a suffix is rendered are slots.
+    Its terms:
+
+    - Texts of users and tools are *marked* before they are rendered: control tokens in them are
+      wrapped (`Encoder.mark`), so that they stay text.
+    - *Placeholders* are the tokens that stand for images.
+    - `suffix` renders once for all turns of a *shape* (the tools called, the roles of the replies),
+      with a *slot* in place of each text of a reply.
+    - A message's *place* is its role and the roles beside it. Whether the template leaves out texts
+      is checked once for each place.
     """
 
     stop_token_ids: tuple[int, ...]
@@ -271,13 +278,21 @@ class Chat:
         """Raise ChatError if a rendering of messages lacks the text or the calls of one of them.
 
         `marked_messages` are the messages as they were rendered, with control tokens marked. Roles
-        in `may_omit` raise nothing. A second rendering, with probe words, is made only if a message
-        stands in a place that is new to this chat, or if `rendering` lacks a marked text.
+        in `may_omit` raise nothing.
+
+        A text that stands in `rendering` may still be left out: the same text, such as "yes", may
+        stand there for another message. Only a second rendering with probe words, which are unique,
+        shows that. It costs time, and is needed only if a text is missing, or if a message stands
+        in a place (its role and the roles beside it, see `Place`) in which this chat has not yet
+        seen that the template shows texts.
         """
         self._check_calls(messages, may_omit)
         knows_places = self._shown_places.issuperset(places(messages).values())
-        close = getattr(self.response, "reasoning_close", "")  # e.g. </think>
-        if not knows_places or not texts_stand_in(marked_messages, rendering, close):
+        # E.g. </think>: templates may leave out the reasoning in an assistant's text, so only the
+        # text after this mark is looked for.
+        reasoning_close = getattr(self.response, "reasoning_close", "")
+        shows_texts = texts_stand_in(marked_messages, rendering, reasoning_close)
+        if not knows_places or not shows_texts:
             self._check_with_probe_words(messages, schemas, may_omit)
 
     def _check_calls(self, messages: Sequence[Message], may_omit: Collection[str]) -> None:
@@ -296,19 +311,23 @@ class Chat:
     ) -> None:
         """Render the messages with probe words as texts; raise ChatError if one is left out.
 
-        Places whose message was shown are kept in `_shown_places`. A place is a message's role with
-        the roles before and after it (`Place`), by which templates choose what they leave out.
+        Messages of the roles in `may_omit` raise nothing. Places whose message was shown are kept
+        in `_shown_places`. A place is a message's role with the roles before and after it
+        (`Place`), by which templates choose what they leave out.
         """
         omitted = find_omitted(messages, lambda probes: self._render_prompt(probes, schemas))
-        if len(self._shown_places) >= CACHED_SHAPES:
+        if len(self._shown_places) >= CACHED_PLACES:
             self._shown_places.clear()
-        place_of = places(messages)
+        place_of = places(messages)  # index of a message -> its place
         self._shown_places.update(place for i, place in place_of.items() if i not in omitted)
         for index in omitted:
             role = str(messages[index].get("role"))
             if role not in may_omit:
+                # The usual roles that the template renders where such a message usually stands.
                 rendered_roles = [
-                    role for role in ROLES if not self._omits_role(role, in_place_of=role)
+                    usual_role
+                    for usual_role in ROLES
+                    if not self._omits_role(usual_role, in_place_of=usual_role)
                 ]
                 raise ChatError(
                     f"messages[{index}]: the chat template leaves out the text of this message of "
@@ -469,16 +488,18 @@ class Chat:
 
         They are the end of the turn (only the part that the completion lacks), the replies as the
         template renders them, and the next generation prompt. The cost grows with the replies, not
-        with the history.
+        with the history: the template's text around the replies is the same for all turns of one
+        shape (names of the calls, roles of the replies). It is rendered once per shape, with a slot
+        for each text of a reply. Here the slots are filled with the texts.
         """
         turn, replies = self.as_rendered(turn, replies)
         suffix = self._suffix_of_shape(turn, replies, generation_prompt)
-        texts: list[str] = []
+        texts: list[str] = []  # one for each slot; a reply with images has several texts, or none
         has_images = False
         for reply in replies:
             if isinstance(reply.get("content"), list):
                 has_images = True
-                texts += self._reply_text.beside_images(reply)
+                texts += self._reply_text.texts_beside_images(reply)
             else:
                 texts.append(self._reply_text(reply))
         spans = fill_suffix(suffix.blocks, texts, self.encoder)
@@ -487,42 +508,36 @@ class Chat:
             spans[0][1][:0] = missing_end  # neighbours of one origin are one span
         elif missing_end:
             spans.insert(0, (Origin.template, missing_end))
+        # So far each image is one placeholder in the template's constant text. How often it must be
+        # repeated depends on the image, which is no part of the shape.
         return self._split_off_images(spans, replies) if has_images else spans
 
     def _split_off_images(
         self, spans: Sequence[tuple[Origin, list[int]]], replies: Sequence[Message]
     ) -> list[tuple[Origin, list[int]]]:
-        """Give the placeholders of each image a span of their own, of the origin `tool`.
+        """Repeat the placeholders of images in `spans`; give those of each image their own span.
 
-        Example, for an image that needs the placeholder P three times: ``(template, [1, P, 8])``
-        becomes ``(template, [1]), (tool, [P, P, P]), (template, [8])``.
+        The origin of that span is `tool`, as that of the reply's texts: an image comes from outside
+        too. Example, for an image that needs the placeholder P three times: ``(template, [1, P,
+        8])`` becomes ``(template, [1]), (tool, [P, P, P]), (template, [8])``.
         """
         if self.placeholders is None:
             raise ChatError(f"a reply holds an image: {self.no_images}")
         ids = self._expand_placeholders(
             [token_id for _, part in spans for token_id in part], replies
         )
-        # The origin of each token before the expansion, which repeats an image's placeholder.
-        origins = iter([origin for origin, part in spans for _ in part])
-        images = iter(self.place(ids, replies))
+        origins = [origin for origin, part in spans for _ in part]  # of the ids before expansion
         split: list[tuple[Origin, list[int]]] = []
-        # `position` is in the expanded ids. `origins` advances once per token before the expansion.
-        position, image = 0, next(images, None)
-        while position < len(ids):
-            if image is not None and image.start == position:
-                next(origins)  # of the single placeholder that the template wrote
-                split.append((Origin.tool, ids[position : image.end]))
-                position, image = image.end, next(images, None)
-                continue
-            origin = next(origins)
-            # Ids after an image begin a new span: an image's span holds only its placeholders.
-            after_image = bool(split) and split[-1][1][-1] == self.placeholders.token_id
-            if split and split[-1][0] is origin and not after_image:
-                split[-1][1].append(ids[position])
-            else:
-                split.append((origin, [ids[position]]))
-            position += 1
-        return split
+        position = 0  # in the expanded `ids`
+        origin_index = 0  # of the same token in `origins`
+        for image in self.place(ids, replies):
+            text_length = image.start - position  # tokens between the last image and this one
+            text_origins = origins[origin_index : origin_index + text_length]
+            split += _spans_by_origin(ids[position : image.start], text_origins)
+            split.append((Origin.tool, ids[image.start : image.end]))
+            position = image.end
+            origin_index += text_length + 1  # before expansion the image was one placeholder
+        return split + _spans_by_origin(ids[position:], origins[origin_index:])
 
     def as_rendered(
         self, turn: AssistantTurn, replies: Sequence[Message]
@@ -576,8 +591,8 @@ class Chat:
         """Return the text, or its head and a marker, in at most `max_tokens` plain tokens.
 
         Tokenises only as much of the text as can fit. If the long marker has no room, the marker is
-        ``…``, or nothing. Example: ``chat.clip("7 " * 9999, 12)`` is
-        ``"7 7 7… [19,993 characters clipped]"``.
+        ``…``. If that has none either, the result is empty. Example: ``chat.clip("7 " * 9999, 12)``
+        is ``"7 7 7… [19,993 characters clipped]"``.
         """
         text = clean(text)
         # Fits without tokenising: an ASCII character is at most one token, and PREFIX is the most
@@ -593,19 +608,21 @@ class Chat:
             if size >= len(text):
                 return text
             size *= 2
-        for marker in MARKERS:
+        token_ends = [end for _, end in offsets]  # positions in the text
+        for marker in (LONG_MARKER, SHORT_MARKER):
             head_tokens = max_tokens - len(self.encoder.encode_plain(marker.format(len(text))))
             # The long marker is worth its tokens only if most of the limit is left for the text.
-            if marker == MARKERS[0] and 2 * head_tokens < max_tokens:
+            if marker == LONG_MARKER and 2 * head_tokens < max_tokens:
                 continue
             while head_tokens >= 0:
-                head = text[: offsets[head_tokens - 1][1]] if head_tokens else ""
+                head = text[: token_ends[head_tokens - 1]] if head_tokens else ""
                 clipped = head + marker.format(len(text) - len(head))
-                # Tokens can merge across the cut, or split where it divides a character.
+                # Head and marker together may have more tokens than each alone: the cut may divide
+                # a character, whose parts are tokens of their own.
                 excess = len(self.encoder.encode_plain(clipped)) - max_tokens
                 if excess <= 0:
                     return clipped
-                head_tokens -= excess
+                head_tokens -= excess  # try a head that is shorter by as many tokens
         return ""
 
     def encode_plain(self, text: str) -> list[int]:
@@ -659,17 +676,20 @@ class Chat:
                 content = slot(next(slots))
             # All but the content is marked: slots must stay as they are.
             stand_ins.append({**mark({**reply, "content": None}), "content": content})
-        end, text = self._boundary.split(
+        # (end of the turn, text after it): ("<|im_end|>", "\n<|im_start|>user\n…").
+        end, text_after = self._boundary.split(
             replace(turn, calls=calls), stand_ins, generation_prompt=generation_prompt
         )
         slots_used = next(slots)  # numbers begin with 0, so the next one is how many there are
-        suffix = build_suffix(end, text, self.encoder, replies=slots_used)
+        suffix = build_suffix(end, text_after, self.encoder, slots=slots_used)
         if end and not calls:
+            # A model learns to end an answer as the template does if no message follows. That may
+            # be another token than before a message: in Harmony <|return|>, not <|end|>. Phi-3 has
+            # no other end: it writes the usual one, and an end of text after it.
             last_end = tuple(self.encoder.encode(self._boundary.answer_end()))
-            # Harmony ends its last answer with another token. Not so Phi-3, which ends it like any
-            # other and adds an end of text.
-            begins_alike = last_end[: len(suffix.end_ids)] == suffix.end_ids
-            if last_end[-1:] != suffix.end_ids[-1:] and not begins_alike:
+            has_other_token = last_end[-1:] != suffix.end_ids[-1:]
+            begins_with_usual_end = last_end[: len(suffix.end_ids)] == suffix.end_ids
+            if has_other_token and not begins_with_usual_end:
                 suffix = replace(suffix, last_end_ids=last_end)
         return suffix
 
@@ -678,21 +698,42 @@ class Chat:
 
         Harmony's ``<|end|>`` ends the reasoning inside a turn too: sampling must not stop at it.
         """
-        ids_inside: list[int] = []
-        with suppress(ChatError):
-            # The ids between the generation prompt and the content of an answer with reasoning.
-            answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "r"}
-            prompt = self.render([USER], generation_prompt=True)
-            before = self.render([USER, answer]).partition(BODY)[0]
-            if before.startswith(prompt):
-                ids_inside = self.encoder.encode(before[len(prompt) :])
         end_ids = []
-        for role in ("tool", "user"):
+        for reply_role in ("tool", "user"):  # after a turn with calls, and after an answer
             with suppress(ChatError):  # a template without tools still ends an answer
-                end, _ = self._reply_text.after_turn(role, "r")
+                end, _ = self._reply_text.after_turn(reply_role, "a reply")
                 # Blanks may stand before the control token, which is the last one.
                 end_ids += self.encoder.encode(end)[-1:]
+        ids_inside = self._ids_before_content()
         return [token_id for token_id in end_ids if token_id not in ids_inside]
+
+    def _ids_before_content(self) -> list[int]:
+        """Return the ids of an answer from the generation prompt up to its content: the reasoning.
+
+        Empty if the template refuses such an answer, or does not continue the prompt with it.
+        """
+        answer = {"role": "assistant", "content": BODY, REASONING_KEYS[0]: "reasoning"}
+        try:
+            prompt = self.render([USER], generation_prompt=True)
+            before_content, _, _ = self.render([USER, answer]).partition(BODY)
+        except ChatError:
+            return []
+        if not before_content.startswith(prompt):
+            return []
+        return self.encoder.encode(before_content.removeprefix(prompt))
+
+
+def _spans_by_origin(
+    ids: Sequence[int], origins: Sequence[Origin]
+) -> list[tuple[Origin, list[int]]]:
+    """Return ids as spans (origin, ids of neighbours of that origin)."""
+    spans: list[tuple[Origin, list[int]]] = []
+    for token_id, origin in zip(ids, origins, strict=True):
+        if spans and spans[-1][0] is origin:
+            spans[-1][1].append(token_id)
+        else:
+            spans.append((origin, [token_id]))
+    return spans
 
 
 def _merge_tool_replies(replies: Sequence[Message]) -> list[Message]:
@@ -735,14 +776,19 @@ def _missing_end(suffix: Suffix, completion_ids: Sequence[int], finish: Finish) 
 
     Example: with the end ``(5, 6)``, ``[1, 2]`` lacks all of it, ``[1, 5]`` lacks ``(6,)`` and
     ``[1, 5, 6]`` nothing. A completion that was cut off lacks all of it, whatever its last token
-    is. A completion that ends as the template ends the last answer of a conversation lacks nothing:
-    a second end would make a context that no server builds.
+    is.
+
+    A model may also end an answer as the template does if no message follows: Harmony's
+    ``<|return|>`` (`last_end_ids`) in place of ``<|end|>`` (`end_ids`). That lacks nothing: a
+    second end would make a context that no server builds.
     """
-    end, last = suffix.end_ids, suffix.last_end_ids
+    end = suffix.end_ids
     if finish is not Finish.stop:
         return end
-    # Only the last token counts: blanks before it may have merged with the text.
-    if end and completion_ids[-1] in (end[-1], *last[-1:]):
+    # The last token shows that the end is there. The tokens before it cannot: of the end
+    # ``\n<|end|>``, the newline may have merged with the text, ``.\n``.
+    final_ids = {*end[-1:], *suffix.last_end_ids[-1:]}
+    if end and completion_ids[-1] in final_ids:
         return ()
     # The longest beginning of the end that the completion ends with.
     for length in range(min(len(end), len(completion_ids)), 0, -1):

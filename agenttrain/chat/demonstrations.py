@@ -29,23 +29,13 @@ def completion_ids(
 
     Raises ChatError if the template does not continue the prompt with the turn.
     """
-    # Empty replies after the turn show where it ends. An answer gets none, because many templates
-    # drop its reasoning once a user's message follows. The exception are templates whose answers
-    # have no end of their own (GLM): the beginning of the user's message ends them.
-    replies: list[Message] = [
-        {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
-        for call in turn.calls
-    ]
-    if not replies:
-        end = chat.end_ids(turn, [], generation_prompt=True)
-        if not end or end[-1] not in chat.stop_token_ids:
-            replies = [{"role": "user", "content": ""}]
+    replies = _empty_replies(chat, turn)
     full = chat.rendered_ids([*messages, turn.message(), *replies], schemas)
     if prompt is None or full[: len(prompt)] != list(prompt):
         prompt = chat.rendered_ids(messages, schemas)
     end = chat.end_ids(turn, replies, generation_prompt=True)
-    # `end` in place of the completion, which is not known yet: both end the turn, so that the
-    # suffix begins after it.
+    # The suffix depends on the completion only in that it leaves out the end of the turn if the
+    # completion has it. The completion is not known yet, and `end` alone has the same effect.
     suffix = chat.suffix(
         turn, replies, completion_ids=end, finish=Finish.stop, generation_prompt=True
     )
@@ -60,5 +50,24 @@ def completion_ids(
     ids = full[len(prompt) : stop]  # between the prompt and the suffix
     if turn.calls or ids[-1] in chat.stop_token_ids:
         return ids
-    # Harmony ends an answer with another token once a message follows: put back the answer's own.
-    return ids[: len(ids) - len(end)] + list(chat.end_ids(turn, [], generation_prompt=False))
+    # `_empty_replies` put a user's message after the answer. In Harmony the answer then ends with
+    # <|end|>, at which no sampling stops. Put the end of an answer that nothing follows there.
+    own_end = chat.end_ids(turn, [], generation_prompt=False)
+    return ids[: len(ids) - len(end)] + list(own_end)
+
+
+def _empty_replies(chat: Chat, turn: AssistantTurn) -> list[Message]:
+    """Return messages without text that follow a turn, to show in a rendering where it ends.
+
+    An answer gets none, because many templates drop its reasoning once a user's message follows.
+    But where the template ends no answer with a stop token, a user's message must follow: in GLM
+    its beginning, ``<|user|>``, ends the answer.
+    """
+    if turn.calls:
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": ""}
+            for call in turn.calls
+        ]
+    end = chat.end_ids(turn, [], generation_prompt=True)
+    is_ended = bool(end) and end[-1] in chat.stop_token_ids
+    return [] if is_ended else [{"role": "user", "content": ""}]

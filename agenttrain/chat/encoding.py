@@ -141,18 +141,11 @@ class Encoder:
 
         Without marks the result is the tokenizer's own.
         """
-        is_marked = OPEN in rendering or CLOSE in rendering
-        # With some tokenizers (SentencePiece) a piece alone may get other ids than in the whole
-        # text. Then the rendering is encoded whole, unless it is marked: the marks must not reach
-        # the tokenizer.
-        if not self._pieces_suffice and not is_marked:
-            ids = _encoding(self._full, rendering).ids
-            # A normalizer can turn text into a control token, e.g. ＜think＞ into <think>. Such ids
-            # have more control tokens than the template wrote, and the pieces are encoded instead.
-            encoded_count = sum(token_id in self._control_ids for token_id in ids)
-            written_count = sum(is_control for is_control, _ in self.pieces(rendering))
-            if encoded_count == written_count:
-                return ids
+        # Encoding control tokens and the texts between them one by one is always safe, and fast,
+        # because pieces are cached. But with some tokenizers (SentencePiece) a piece alone gets
+        # other ids than in the whole text: their renderings are encoded whole where that is safe.
+        if not self._pieces_suffice and (ids := self._encode_whole(rendering)) is not None:
+            return ids
         ids = []
         for control, piece in self.pieces(rendering):
             # Cached, because all prompts of a run share pieces: the tools, the system message.
@@ -165,6 +158,20 @@ class Encoder:
                 self._cached_ids[control, piece] = piece_ids
             ids += piece_ids
         return ids
+
+    def _encode_whole(self, rendering: str) -> list[int] | None:
+        """Return the ids of a rendering as the tokenizer gives them; None if that is not safe.
+
+        It is not if the rendering has marks, which would be encoded too, or if the tokenizer makes
+        more control tokens than the template wrote: a normalizer can turn text into one, e.g.
+        ＜think＞ into <think>.
+        """
+        if OPEN in rendering or CLOSE in rendering:
+            return None
+        ids = _encoding(self._full, rendering).ids
+        encoded_count = sum(token_id in self._control_ids for token_id in ids)
+        written_count = sum(is_control for is_control, _ in self.pieces(rendering))
+        return ids if encoded_count == written_count else None
 
     def _encodes_by_piece(self) -> bool:
         """Return True if encoding piece by piece gives the ids of the whole text."""
@@ -311,10 +318,12 @@ def _without_tokens(core: Any, added: dict[int, AddedToken], hidden: Collection[
     for token in added.values():
         if token.content not in hidden:
             tokens.append(token)
-        elif copy.token_to_id(token.content) is None:
-            # New tokens get the next free ids. If this token were left out, the one after it would
-            # get its id, so a stand-in takes the id. The stand-in never matches, because cleaned
-            # text holds no mark. A token of the model's own vocabulary needs none: it takes no id.
+            continue
+        has_id_in_model = copy.token_to_id(token.content) is not None
+        if not has_id_in_model:
+            # Added tokens get the next free ids. Without this token, the one after it would get its
+            # id, so a stand-in takes the id. It matches no text: it begins with the character OPEN,
+            # which `clean` and `unmark` remove from every text before it is encoded.
             tokens.append(AddedToken(OPEN + token.content, special=True, normalized=False))
     copy.add_tokens(tokens)  # all at once: each call takes time for every token that exists
     for token_id, token in added.items():

@@ -29,14 +29,18 @@ _TIME_OF_DAY = re.compile(r"%[-_0^#E]?[HIklMSfpPTRrcXs+]")
 
 
 class Status(StrEnum):
-    """Result of a probe."""
+    """Result of a probe of a chat template, from the best to the worst.
+
+    A rollout appends the ids of each turn to its context. Most probes compare such a context with
+    the ids of the whole conversation as the template renders it.
+    """
 
     passed = "passed"
-    """The loop's ids are those that the template renders."""
+    """The ids are equal, or the template has the feature that is probed."""
     fixed = "fixed"
-    """The fixed template passes; the model's own template fails."""
+    """The template passes with the changes of `Fix`; the model's own template fails."""
     refused = "refused"
-    """The loop's ids differ from the template's rendering."""
+    """The ids differ, or the feature is missing: no run starts with this template."""
 
 
 class Misfit(StrEnum):
@@ -175,11 +179,16 @@ def _probe_control_tokens(chat: Chat, schemas: Sequence[dict]) -> Probe:
         return chat.rendered_ids(QUESTION, [*schemas, {"type": "function", "function": function}])
 
     def reply_ids(text: str) -> list[int]:
-        """Return the ids after a turn with the reply `text`: a tool's if there are calls."""
+        """Return the ids after a minimal turn with the reply `text`.
+
+        It is a tool's reply to CALL if the template renders calls, else a user's to ANSWER.
+        """
         turn, reply = ANSWER, {"role": "user", "content": text}
         if chat.renders_calls:
             turn = CALL
             reply |= {"role": "tool", "tool_call_id": CALL.calls[0].id, "name": "f"}
+        # There is no completion: an empty one that was cut off, after which the suffix begins with
+        # the end of the turn.
         spans = chat.suffix(
             turn, [reply], completion_ids=[], finish=Finish.length, generation_prompt=True
         )

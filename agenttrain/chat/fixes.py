@@ -41,18 +41,28 @@ class Edit:
     """Purpose of the edit, given once per fix."""
 
     def apply(self, template: str) -> str | None:
-        """Return the edited template, also if it was edited before; None if it lacks `find`."""
+        """Return the edited template; None if it has nothing to edit.
+
+        Examples, of replacing ``a`` by ``b``::
+
+            "xa"  ->  "xb"
+            "xb"  ->  "xb"     edited before
+            "x"   ->  None
+        """
         if not self.find:  # `put` begins the template
             return template if self.put in template else self.put + template
         find = template_pattern(self.find)  # also finds it with other blanks, quotes and dashes
-        is_edited = bool(self.put) and template_pattern(self.put).search(template) is not None
-        # A replacement that contains `find` would be edited again at each call.
-        if is_edited and find.search(self.put):
+        has_put = bool(self.put) and template_pattern(self.put).search(template) is not None
+        put_contains_find = find.search(self.put) is not None
+        if has_put and put_contains_find:
+            # Edited before. `find` stands in the template only as a part of `put`: replacing "a" by
+            # "ab" once more would make "abb".
             return template
+        # A function, because a replacement text would be read for escapes such as \1.
         edited, count = find.subn(lambda _: self.put, template)
         if count:
             return edited
-        return template if is_edited else None
+        return template if has_put else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +89,8 @@ class Family:
     """The fixed template renders tools."""
     marks: tuple[str, ...] = ()
     """Texts in the source of every template of this family, matched like `Edit.find`. A family
-    without marks, such as hermes, has no templates of its own: its fix adds a tool format to any
-    template, and it is recognised only by the calls that a template writes."""
+    without marks, such as hermes, is no family of models but a format for calls, which its fix adds
+    to any template. A template is recognised as such by the calls that it writes."""
     absent: tuple[str, ...] = ()
     """Texts that no template of this family contains."""
     fixes: tuple[tuple[Edit, ...], ...] = ()
@@ -88,14 +98,16 @@ class Family:
     originals: tuple[str, ...] = ()
     """Names of its templates in `commands/templates.py`."""
     control: tuple[str, ...] = ()
-    """Special tokens, for `agenttrain templates`. The first is the end of sequence."""
+    """Special tokens of the tokenizer that `agenttrain templates` makes to try a template. The
+    first is the end of sequence."""
     added: tuple[str, ...] = ()
-    """Added tokens that are not special, for `agenttrain templates`."""
+    """Added tokens of that tokenizer that are not special."""
     bos: str | None = None
-    """The token that begins a sequence, for `agenttrain templates`."""
+    """The token of that tokenizer that begins a sequence."""
     plain: tuple[Plain, ...] = ()
-    """Added tokens that are ordinary text. All other added tokens, except white space, are
-    control tokens, which no text of a user or a tool can become."""
+    """Added tokens that are ordinary text in real tokenizers. There, every other added token,
+    special or not, is a control token, which no text of a user or a tool can become; white space
+    is not."""
 
 
 def template_pattern(find: str) -> re.Pattern[str]:
@@ -197,34 +209,37 @@ class Fix:
 def apply_fix(name: str, family: Family, stock: str) -> Fix:
     """Apply the first of the family's fixes that fits the template. Raises ChatError if none does.
 
-    Each fix is for some revisions of the template. A family may end its list with a fix without
-    edits, which leaves any other revision as it is: only the certificate shows if that template
-    works, and `Fix.problem` names the text that the first fix did not find.
+    Each fix is a list of edits for some revisions of the template. It fits if every edit finds its
+    text. A family may end its list with a fix without edits, which leaves any other revision as it
+    is: only the certificate shows if that template works, and `Fix.problem` names the text that the
+    first fix did not find.
     """
     if not family.fixes:
         return Fix(family=name, stock=stock, template=stock)
     first_problem = ""  # of the first fix that does not fit
     for edits in family.fixes:
         template = stock
-        changes: dict[str, None] = {}  # an ordered set
+        reasons: dict[str, None] = {}  # an ordered set: several edits may have one reason
+        missing_text: str | None = None  # the text that an edit replaces and the template lacks
         for edit in edits:
             edited = edit.apply(template)
             if edited is None:
-                break  # try the next fix
-            if edited != template:
-                changes[edit.why] = None
+                missing_text = " ".join(edit.find.split())
+                break
+            # Only one edit of a fix need state its reason. An edit made before changes nothing.
+            if edited != template and edit.why:
+                reasons[edit.why] = None
             template = edited
-        else:  # all edits applied
+        if missing_text is None:  # all edits applied
             return Fix(
                 family=name,
                 stock=stock,
                 template=template,
-                changes=tuple(filter(None, changes)),
+                changes=tuple(reasons),
                 # A fix without edits is used only where those before it did not fit.
                 problem=None if edits else first_problem or None,
             )
         if not first_problem:
-            missing_text = " ".join(edit.find.split())
             if len(missing_text) > MAX_FIND:
                 missing_text = missing_text[: MAX_FIND - 1] + "…"
             first_problem = (

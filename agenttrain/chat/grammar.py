@@ -50,8 +50,8 @@ CALL: Message = {
 GAP = ("", "\n", "\n\n")
 """Line breaks that may stand between the reasoning and an answer of a given form."""
 _ARGUMENTS = re.compile(r'\{\s*"x"\s*:\s*1\s*\}')
-_ANYTHING = {"$ref", "anyOf", "oneOf", "allOf", "enum", "const"}
-"""Keywords that describe values without `type`."""
+_TYPE_KEYWORDS = ("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+"""Keywords with which a schema may say of what type its values are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,15 @@ class CallGlue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
-    """The form that a completion must have after its reasoning; by default, any text and calls."""
+    """The form that a completion must have after its reasoning; by default, any text and calls.
+
+    The fields together::
+
+        call=True               a call of any tool first, then text and calls
+        call=True, tool="f"     one call of f first, then text
+        schema="{…}"            a call first, or JSON of the schema
+        call=True, schema=…     as without the schema
+    """
 
     call: bool = False
     """It must begin with a call."""
@@ -137,7 +145,8 @@ class CallGrammar:
         """Return the format of a call of each tool, without the opening mark.
 
         Example, for Qwen: the text ``\\n{"name": "f", "arguments": ``, the arguments as JSON of the
-        tool's schema, the text ``}\\n</tool_call>``.
+        tool's schema, the text ``}\\n</tool_call>``. The texts are those of CallGlue with the
+        tool's name, and the closing mark.
         """
         spec, glue = self._spec, self._glue
         calls = []
@@ -145,8 +154,8 @@ class CallGrammar:
             function = schema["function"]
             name = json.dumps(function["name"], ensure_ascii=False)[1:-1]  # without its quotes
             parameters = _xgrammar_schema(function.get("parameters") or {})
-            describes_value = not parameters.keys().isdisjoint({"type", *_ANYTHING})
-            if not describes_value:  # arguments are an object even if the schema does not say so
+            says_type = any(keyword in parameters for keyword in _TYPE_KEYWORDS)
+            if not says_type:  # e.g. only `properties`; arguments are an object all the same
                 parameters = {"type": "object", **parameters}
             value = {"type": "json_schema", "json_schema": parameters, "max_whitespace_cnt": BLANKS}
             before, after = f"{glue.before}{name}{glue.between}", f"{glue.after}{spec.call_close}"
@@ -156,27 +165,28 @@ class CallGrammar:
     def _completion(self, calls: Sequence[Format], in_reasoning: bool) -> Format:
         """Return the format of a whole completion: reasoning, free text and calls."""
         spec = self._spec
-        # Without tools no call is allowed, so the opening mark is excluded.
-        excluded = [] if calls else [spec.call_open]
         any_call = _either(calls)
-        # Free text with any number of calls (`loop`), each after its opening mark.
-        # It may hold an opening mark of reasoning, which after the reasoning is mere text.
-        answer = _dispatch([(spec.call_open, any_call)] if calls else [], excluded, loop=True)
+        # Text and calls. An opening mark of reasoning in it is mere text: reasoning comes first.
+        # Without tools no call is allowed.
+        if calls:
+            answer = _text_with([(spec.call_open, any_call)], goes_on=True)
+        else:
+            answer = _text_without(spec.call_open)
         # Reasoning that is closed, and the answer after it; or reasoning that is never closed.
-        reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
+        reasoning = _text_without(spec.reasoning_close)
         closed = _sequence(reasoning, _text(spec.reasoning_close), answer)
         reasoned = _either([closed, reasoning])
         if in_reasoning:
             return reasoned
         if not spec.reasoning_open:
             return answer
-        # Free text up to the first mark, which decides on all that follows it (no `loop`): after
-        # the opening mark of a call, that call and the answer, in which no reasoning begins.
-        rules: list[tuple[str, Format]] = []
-        if calls:
-            rules.append((spec.call_open, _sequence(any_call, answer)))
-        rules.append((spec.reasoning_open, reasoned))
-        return _dispatch(rules, excluded, loop=False)
+        # Text up to the first mark, which decides on all that follows it: after the opening mark of
+        # a call, that call and the answer, in which no reasoning begins.
+        reasoning_rule = (spec.reasoning_open, reasoned)
+        if not calls:
+            return _text_with([reasoning_rule], excluded=[spec.call_open], goes_on=False)
+        call_rule = (spec.call_open, _sequence(any_call, answer))
+        return _text_with([call_rule, reasoning_rule], goes_on=False)
 
     def _completion_of_form(
         self,
@@ -197,9 +207,10 @@ class CallGrammar:
         ]
         # After the first call: text and more calls, but only text if the form names the tool.
         if form.tool is None:
-            after_call = _dispatch([(spec.call_open, _either(calls))], [], loop=True)
+            after_call = _text_with([(spec.call_open, _either(calls))], goes_on=True)
         else:
-            after_call = _dispatch([], [spec.call_open], loop=True)
+            after_call = _text_without(spec.call_open)
+        # Not empty: a request that demands a call has the tool to call (`check_demanded_call`).
         answers = []
         if allowed_calls:
             answers.append(_sequence(_text(spec.call_open), _either(allowed_calls), after_call))
@@ -209,7 +220,7 @@ class CallGrammar:
             answers.append(value)
         line_breaks = _either([_text(gap) for gap in GAP])  # models write some after reasoning
         answer = _sequence(line_breaks, _either(answers))
-        reasoning = {"type": "any_text", "excludes": [spec.reasoning_close]}
+        reasoning = _text_without(spec.reasoning_close)
         reasoned = _sequence(reasoning, _text(spec.reasoning_close), answer)
         if in_reasoning:
             return reasoned
@@ -224,7 +235,13 @@ def _xgrammar_schema(schema: Any) -> Any:
 
 
 def _text(value: str) -> Format:
+    """Return the format of just this text."""
     return {"type": "const_string", "value": value}
+
+
+def _text_without(excluded: str) -> Format:
+    """Return the format of any text that does not contain `excluded`."""
+    return {"type": "any_text", "excludes": [excluded]}
 
 
 def _sequence(*elements: Format) -> Format:
@@ -271,21 +288,21 @@ def _find_glue(spec: MarkedSpec, rendering: str) -> CallGlue:
     )
 
 
-def _dispatch(
-    rules: Sequence[tuple[str, Format]], excluded: Sequence[str], *, loop: bool
+def _text_with(
+    rules: Sequence[tuple[str, Format]], *, excluded: Sequence[str] = (), goes_on: bool
 ) -> Format:
-    """Return free text in which the mark of a rule must be followed by the rule's format.
+    """Return the format of any text in which something must follow each mark of a rule.
 
-    `rules` are (mark, format). The free text contains none of the `excluded`. With `loop`, free
-    text with further marks goes on after the format; without it, the format ends the text.
+    `rules` are (mark, format of all that follows it). The text contains none of the `excluded`.
+    With `goes_on`, text with further marks may follow the format. Without it, the format ends the
+    text. Example: ``_text_with([("<call>", call)], goes_on=True)`` is text with any number of
+    calls.
     """
-    if not rules:
-        return {"type": "any_text", "excludes": list(excluded)}
     return {
         "type": "dispatch",
         "rules": [list(rule) for rule in rules],
         "excludes": list(excluded),
-        "loop": loop,
+        "loop": goes_on,
     }
 
 

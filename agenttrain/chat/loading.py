@@ -243,7 +243,10 @@ def renders_calls(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> b
 def reads_back(
     tokenizer: Any, template: str, response: ResponseSpec, kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return True if the parser `response` reads a call out of the template's rendering of it."""
+    """Return True if the parser `response` reads a call out of the template's rendering of it.
+
+    The parser reads completions, so the prompt before the call is cut off the rendering first.
+    """
     call: Message = {
         "role": "assistant",
         "content": "",
@@ -257,15 +260,17 @@ def reads_back(
     }
     try:
         rendering = render(tokenizer, template, [USER, call], kwargs=kwargs)
+        # The prompt without the header of the assistant's turn is for templates whose header opens
+        # reasoning: the call has no reasoning, so that its turn does not begin with such a header.
         prompts = [
-            render(tokenizer, template, [USER], generation_prompt=opened, kwargs=kwargs)
-            for opened in (True, False)
+            render(tokenizer, template, [USER], generation_prompt=with_header, kwargs=kwargs)
+            for with_header in (True, False)
         ]
     except ChatError:
         return False
-    # The text after the prompt, with and without the header of the turn. If the header opens
-    # reasoning, a turn without reasoning does not begin with that header.
     completions = [rendering.removeprefix(p) for p in prompts if rendering.startswith(p)]
+    # If the rendering begins with neither (the template adds to the prompt once an answer follows),
+    # it is parsed whole: the text before the call is content then.
     for completion in completions or [rendering]:
         calls = parse_response(completion, response, turn=0, schemas=[FORECAST]).calls
         parsed = [(call.name, call.arguments, call.malformed) for call in calls]

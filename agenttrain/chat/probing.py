@@ -114,17 +114,19 @@ def probe_behaviour(render: Render) -> TemplateBehaviour:
 def _probe(render: Render) -> TemplateBehaviour:
     """Return the behaviour of a template for arguments as `render` passes them on."""
     usual, short = ("call_0_0", "call_0_1"), ("abcdefgh1", "abcdefgh2")
-    # Some templates accept only short ids: in calls, or only in the replies to them.
     renders_usual_ids = _shows(render, [_call_message(("one", usual[0]))], "one")
-    short_ids = not renders_usual_ids and _shows(render, [_call_message(("one", short[0]))], "one")
-    if renders_usual_ids and not _shows_reply(render, usual[0]):
-        short_ids = _shows_reply(render, short[0])
+    if renders_usual_ids:
+        # Some templates accept any id in a call, but only short ones in the reply to it.
+        short_ids = not _shows_reply(render, usual[0]) and _shows_reply(render, short[0])
+    else:
+        short_ids = _shows(render, [_call_message(("one", short[0]))], "one")
     renders_calls = renders_usual_ids or short_ids
     ids = short if short_ids else usual
     two_calls = _call_message(("one", ids[0]), ("two", ids[1]))
     renders_both = all(_shows(render, [two_calls], word) for word in ("one", "two"))
     # Some templates show reasoning only beside calls, whose id is one that any template accepts.
-    # The probe word stands in the reasoning twice, because `_shows` demands that of calls.
+    # `_shows` counts a word that stands in the rendering twice, as in a call's name and argument.
+    # So the reasoning has its word twice.
     turns = ({"role": "assistant", "content": "c"}, _call_message(("one", short[0])))
     reasoning_keys = (
         key
@@ -138,7 +140,7 @@ def _probe(render: Render) -> TemplateBehaviour:
         reasoning_key=next(reasoning_keys, None),
         short_ids=short_ids,
         shows_ids=_shows_reply(render, ids[0], text=ids[0]),
-        text_arguments=False,
+        text_arguments=False,  # `probe_behaviour` sets it
     )
 
 

@@ -13,27 +13,31 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._ids: list[int] = []
-        """The tokens whose text was returned last, then those that wait for a character's end."""
-        self._shown = 0
-        """Number of the tokens in `_ids` whose text was returned."""
+        self._earlier: list[int] = []
+        """Tokens whose text was returned last."""
+        self._pending: list[int] = []
+        """Tokens after these, which wait for the end of a character."""
 
     def push(self, token_id: int) -> str:
         """Return the text that this token completes, perhaps empty."""
-        self._ids.append(token_id)
-        # Some tokenizers drop the blank before the first token: decode after an earlier token.
-        before = self._decode(self._ids[: self._shown])
-        text = self._decode(self._ids)[len(before) :]
+        self._pending.append(token_id)
+        text = self._pending_text()
         if text.endswith("\ufffd"):  # an incomplete character
             return ""
-        # Forget the earlier tokens. Those of this text are the earlier ones of the next.
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
+        self._earlier, self._pending = self._pending, []
         return text
 
     def flush(self) -> str:
         """Return the text of tokens that wait for a character's end, as it is."""
-        before = self._decode(self._ids[: self._shown])
-        text = self._decode(self._ids)[len(before) :]
-        self._shown = len(self._ids)
+        text = self._pending_text()
+        self._earlier, self._pending = self._earlier + self._pending, []
         return text
+
+    def _pending_text(self) -> str:
+        """Return the text of the pending tokens.
+
+        They are decoded after earlier ones, because some tokenizers drop the blank before the first
+        token of a text.
+        """
+        before = self._decode(self._earlier)
+        return self._decode(self._earlier + self._pending)[len(before) :]

@@ -88,7 +88,13 @@ class FunctionScorer:
     """Runs one reward function: a sync one in threads, an async one on the event loop.
 
     A `Rubric` has one for each function. It calls `score` on the event loop, perhaps several times
-    at once.
+    at once. `score` has three steps:
+
+    1. Make the calls: one for all rollouts (a function with TRL's signature), one for each group,
+       or one for each rollout.
+    2. Run them (`_run`), each within `timeout_s`. Short calls of a sync function share a thread
+       (`_run_several`). A function that sets alarms runs in the main thread.
+    3. Read each outcome, a value or an error, as a Score (`_read`).
     """
 
     def __init__(
@@ -125,26 +131,30 @@ class FunctionScorer:
         """True once a call has tried to set an alarm (SIGALRM): from then on calls run in the main
         thread, the only one that may set alarms."""
         self.strict = True
-        """True if a value that is no number raises RewardError; False if it becomes NoNumber."""
+        """True if a value that is no number raises RewardError; False, in an evaluation, if it
+        becomes NoNumber."""
         # The columns that the function gets: those that parameters name; with `**columns`, all.
         parameters = list(inspect.signature(function).parameters.values())
+        # Example, with k bound: (rollout, answer, k, scale=1.0, **columns).
         # The first parameter gets the rollout, or the group. TRL passes all by name.
         rollout_parameters = [] if self._trl else parameters[:1]
-        self._no_columns = {*bound, *(parameter.name for parameter in rollout_parameters)}
-        """Names of parameters that get no column: the rollout's, and those set already."""
-        column_parameters = [p for p in parameters if p.name not in self._no_columns]
+        self._other_parameters = {*bound, *(parameter.name for parameter in rollout_parameters)}
+        """Parameters that get no column: `rollout` and `k`. A column may have the same name."""
+        column_parameters = [p for p in parameters if p.name not in self._other_parameters]
         self._takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in column_parameters)
         """True for a function with `**columns`, which gets every column."""
         by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         column_parameters = [p for p in column_parameters if p.kind in by_name]
-        self._names = [parameter.name for parameter in column_parameters]
-        """Columns that parameters name, and of these those without a default (`_required`)."""
+        self._named_columns = [parameter.name for parameter in column_parameters]
+        """Columns that parameters name: `answer` and `scale`."""
         self._required = [p.name for p in column_parameters if p.default is Parameter.empty]
+        """Those of `_named_columns` whose parameters have no default: `answer`."""
         # A callable may also name columns in an attribute `columns`.
         names = (*getattr(function, "columns", ()), *self._required)
-        # With TRL's signature some required parameters are no columns: `completions`, say.
-        trl_arguments = batch_arguments(()) if self._trl else {}
-        self.columns = tuple(dict.fromkeys(name for name in names if name not in trl_arguments))
+        # With TRL's signature some parameters get other arguments of TRL: `completions`, say. Their
+        # names are the same for any rollouts, so that an empty batch shows them.
+        trl_names = batch_arguments(()).keys() if self._trl else ()
+        self.columns = tuple(dict.fromkeys(name for name in names if name not in trl_names))
         """Columns that every row must have."""
         self.tools: tuple[str, ...] = tuple(getattr(function, "tools", ()))
         """Tools that the function needs."""
@@ -267,8 +277,8 @@ class FunctionScorer:
                 started_calls.append(call)
                 outcome = attempt(call)
                 outcomes.append(outcome)
-                is_unfinished = outcome.alarm or inspect.isawaitable(outcome.value)
-                if is_unfinished or time.monotonic() > batch_end:
+                must_go_on_elsewhere = outcome.alarm or inspect.isawaitable(outcome.value)
+                if must_go_on_elsewhere or time.monotonic() > batch_end:
                     return
 
         try:
@@ -277,11 +287,11 @@ class FunctionScorer:
                 if inspect.isawaitable(outcomes[-1].value) and not outcomes[-1].alarm:
                     outcomes[-1] = await attempt_async(outcomes[-1].value)
         except TimeoutError:
-            # The last call that was started is the late one: it has no outcome yet, or its outcome
-            # is an awaitable. But it may have finished at the very moment of the limit.
+            # Only the last call that was started can be late: it has no outcome yet, or an
+            # awaitable as outcome. But it may have finished at the very moment of the limit.
             finished = [outcome for outcome in outcomes if not inspect.isawaitable(outcome.value)]
-            all_finished = len(finished) == len(started_calls)
-            return finished if all_finished else [*finished, self._timed_out()]
+            last_is_late = len(finished) < len(started_calls)
+            return [*finished, self._timed_out()] if last_is_late else finished
         if outcomes[-1].alarm:
             outcomes[-1] = await self._run_in_main_thread(started_calls[-1])
         return outcomes
@@ -324,14 +334,22 @@ class FunctionScorer:
         return await_and_check()
 
     def _columns_of(self, available: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns to pass. Raises KeyError, naming a required column that is missing."""
+        """Return the arguments to pass by name: columns, or in a batch those of TRL.
+
+        `available` are all there are. Raises KeyError, naming a required one that is missing.
+        """
         for name in self._required:
             if name not in available:
                 raise KeyError(
                     f"it needs the column {name!r}, and the row has {sorted(available) or 'none'}"
                 )
-        names = available if self._takes_all else self._names
-        return {k: available[k] for k in names if k in available and k not in self._no_columns}
+        if not self._takes_all:
+            return {name: available[name] for name in self._named_columns if name in available}
+        # Without columns that are named like a parameter with another value, such as `rollout`: it
+        # would get two values.
+        return {
+            name: value for name, value in available.items() if name not in self._other_parameters
+        }
 
     async def _run(self, call: Call) -> Outcome:
         """Return the outcome of a call; its error is RewardUnavailable if it takes too long.
@@ -379,26 +397,31 @@ class FunctionScorer:
     async def _read(self, outcome: Outcome, rollout: Rollout) -> Score:
         """Return the score of a call's outcome; raise RewardError for an error or a bad value."""
         # An object of a user's class may run the user's code when it is converted to a number, so
-        # it is read in a thread.
+        # it is read in a thread: the outcome's value is a score then.
         is_trusted = type(outcome.value).__module__.partition(".")[0] in TRUSTED_PACKAGES
         # A function of several rollouts may return RewardUnavailable for one of them.
         is_unavailable = isinstance(outcome.value, RewardUnavailable)
         if outcome.error is None and not is_trusted and not is_unavailable:
             outcome = await self._read_in_thread(outcome.value, rollout)
+        if outcome.error is None:
+            return self._read_value(outcome.value, rollout)
         if isinstance(outcome.error, RewardUnavailable):
             return outcome.error
         if isinstance(outcome.error, ChangedRollout):  # its traceback has no line of the function
             raise scoring_error(self.name, rollout, outcome.error.with_traceback(None))
-        if outcome.error is not None:
-            raise scoring_error(self.name, rollout, outcome.error) from outcome.error
-        value: Any = outcome.value
-        # NoNumber, from `_read_in_thread`, is a RewardUnavailable too: it comes first.
-        if isinstance(value, NoNumber) and self.strict:
+        raise scoring_error(self.name, rollout, outcome.error) from outcome.error
+
+    def _read_value(self, value: Any, rollout: Rollout) -> Score:
+        """Return the score that a value is: a function's value, or a score that a thread has read.
+
+        If the value is no number, raise RewardError, or return NoNumber unless `strict`.
+        """
+        if isinstance(value, NoNumber) and self.strict:  # only a thread returns NoNumber
             raise scoring_error(self.name, rollout, ValueError(str(value)))
-        if isinstance(value, RewardUnavailable):
+        if isinstance(value, RewardUnavailable):  # NoNumber too
             return value
         try:
-            return as_score(value, rollout)  # a score that the thread has read stays the same
+            return as_score(value, rollout)  # leaves a score as it is
         except (TypeError, ValueError) as error:
             if not self.strict:
                 return NoNumber(str(error))

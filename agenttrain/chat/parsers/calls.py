@@ -312,7 +312,8 @@ def read_xml(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
         end = _PARAMETER_END.search(body, parameter.end())
         if end is None:
             problem = f"the parameter {excerpt(parameter['name'])} is not closed"
-            # The value may hold the mark that ended the body: the caller then reads a longer body.
+            # The body ends at the next mark of the format, which may be text of this value. So the
+            # caller reads again with a body that ends at a later mark.
             return _malformed(problem, name=name, is_cut_off=True)
         # One newline at either end of a value is the format's. `end` begins with the second.
         value = body[parameter.end() : end.start()].removeprefix("\n")
@@ -338,7 +339,7 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
     """Read the call in a body: the tool's name, then pairs of a parameter's key and value.
 
     Example: ``f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>``. The tool's schema gives the
-    values types.
+    values types. `syntax` is not needed: the format has no variants.
     """
     tag = body.find("<")
     at = tag if tag >= 0 else len(body)
@@ -348,12 +349,15 @@ def read_pairs(body: str, syntax: Syntax, schemas: Schemas) -> ReadCalls:
         end = _VALUE_END.search(body, key.end())
         if end is None:
             problem = f"the value of {excerpt(key['name'])} is not closed"
-            # The value may hold the mark that ended the body.
+            # The body ends at the next mark of the format, which may be text of this value. So the
+            # caller reads again with a body that ends at a later mark.
             return _malformed(problem, name=name, is_cut_off=True)
         parameter, value = key["name"].strip(), body[key.end() : end.start()]
         if _SECOND_VALUE.search(value):  # 1</arg_value><arg_value>2
             return _malformed(f"the parameter {excerpt(parameter)} has two values", name=name)
-        if _runs_over(value, parameter, schemas.get(name, {})):  # into another parameter
+        # A line of the value opens another parameter of the tool: the value's closing tag, and
+        # perhaps that parameter's opening tag, are broken.
+        if _runs_over(value, parameter, schemas.get(name, {})):
             return _malformed(f"the value of {excerpt(parameter)} is not closed", name=name)
         parameters.append((parameter, value))
         at = end.end()
@@ -371,8 +375,15 @@ def _make_typed_call(name: str, parameters: list[tuple[str, str]], schemas: Sche
         if key in arguments:
             problem = f"the parameter {excerpt(key)} is given twice"
         arguments[key] = typed_value(text, schemas.get(name, {}).get(key, ()))
-    label = "the text of the call's head"
-    return ParsedCall(text="", name=name, arguments=arguments, problem=problem, name_label=label)
+    return ParsedCall(
+        text="",  # the caller sets it to the text between the marks
+        name=name,
+        arguments=arguments,
+        problem=problem,
+        # How a problem with the name is worded for the model: <function=f> or f<arg_key> has no
+        # key "name", only a head before the parameters.
+        name_label="the text of the call's head",
+    )
 
 
 _WORDS = {"True": True, "False": False, "None": None}
@@ -483,20 +494,22 @@ def _read_python_arguments(body: str, at: int) -> tuple[dict[str, Any], int]:
     return arguments, at + 1
 
 
-_NEXT = re.compile(r"\)(?=\s*+(?:,\s*+[^\W\d][\w.-]*+\(|\]))")
+# A parenthesis that ends a call: a comma and another call follow, or the list's end.
+_CALL_END = re.compile(r"\)(?=\s*+(?:,\s*+[^\W\d][\w.-]*+\(|\]))")
 
 
 def _end_of_broken_call(body: str, at: int) -> int:
-    """Return the end of a call that cannot be read: before the next call or the list's end.
+    """Return the position after a call that cannot be read.
 
-    Example: in ``[f(x=), g()]`` the call ``f(x=)`` ends at its parenthesis, because a comma and
-    another call follow.
+    It ends with a parenthesis after which another call or the list's end follows: in
+    ``[f(x=), g()]`` with the first one. Without such a parenthesis, it reaches to the last bracket
+    or to the end of the text.
     """
-    end = _NEXT.search(body, at)
-    if end is not None:
-        return end.end()
-    closing = body.rfind("]", at)
-    return closing if closing >= 0 else len(body)
+    parenthesis = _CALL_END.search(body, at)
+    if parenthesis is not None:
+        return parenthesis.end()
+    bracket = body.rfind("]", at)
+    return bracket if bracket >= 0 else len(body)
 
 
 READERS: dict[str, Reader] = {

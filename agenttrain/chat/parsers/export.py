@@ -113,17 +113,24 @@ def _stop_pattern(chat: Chat) -> str:
 
 
 def _field_candidates(chat: Chat, stops: str) -> Iterator[dict[str, Field]]:
-    """Yield candidates for the template's fields.
+    """Yield candidates for the template's fields: {field of a message: its settings}.
 
-    `response_template` tries them in this order and takes the first with which transformers reads
-    the probe turns as our parser does. `stops` is an expression for the control tokens that end a
-    turn.
+    A setting is a key of transformers: `open_pattern` and `close_pattern` match the marks around
+    the field's text. `repeats` allows several such texts, joined by `join`. `content` names the
+    parser of the text, and `transform` is the shape of the result.
+
+    There are several candidates where models write calls in several ways, of which a template can
+    read only one. `response_template` tries them in this order and takes the first with which
+    transformers reads the probe turns as our parser does. `stops` is an expression for the control
+    tokens that end a turn.
     """
     spec = chat.response
     if isinstance(spec, HarmonySpec):
+        # A turn is a list of messages: <|start|>assistant<|channel|>NAME<|message|>TEXT<|end|>. The
+        # prompt holds the first <|start|>assistant, and an <|end|> stands before each later one.
         start = r"(?:<\|end\|>)?(?:<\|start\|>assistant)?<\|channel\|>"
         end = r"\s*<\|(?:end|return|call)\|>"
-        joined = {"repeats": True, "join": "\n"}  # several messages become one text
+        joined = {"repeats": True, "join": "\n"}
         yield {
             "reasoning_content": {
                 "open_pattern": rf"{start}analysis<\|message\|>",
@@ -164,8 +171,11 @@ def _call_field_candidates(spec: MarkedSpec, stops: str) -> Iterator[Field]:
         {"open_pattern": "<tool_call>", "close_pattern": "</tool_call>", "content": "json",
          "transform": {"type": "function", "function": "{content}"}}
 
-    `response_template` tries the candidates in order.
+    `response_template` tries the candidates in order. FUNCTION is the shape of a call whose name a
+    group `name` of the opening captures.
     """
+    # `opening` and `closing` match all that stands around a call: its marks, blanks, and the marks
+    # around all calls (`ignored`).
     ignored = "|".join(map(re.escape, spec.ignored))
     ignored_marks = rf"(?:(?:{ignored})\s*)*" if ignored else ""
     mark = spec.call_open_pattern or re.escape(spec.call_open)
@@ -173,8 +183,9 @@ def _call_field_candidates(spec: MarkedSpec, stops: str) -> Iterator[Field]:
     if spec.call_close is not None:
         closing = rf"\s*{re.escape(spec.call_close)}\s*{ignored_marks}"
     else:
-        # A call ends before the next call's mark, or where the turn stops. The separator before the
-        # mark is in the pattern, so that it never matches an empty text.
+        # A call ends before the next call's mark, or where the turn stops. The next mark is not
+        # consumed, because it opens the next region. The separator is: with the lookahead alone,
+        # the pattern would match an empty text.
         closing = rf"\s*{re.escape(spec.separator)}\s*(?={mark})|\s*(?:{stops})\s*"
     if spec.syntax == "json":  # {"name": "f", "arguments": {}}
         function: str | dict[str, str] = "{content}"
@@ -224,6 +235,10 @@ def _call_field_candidates(spec: MarkedSpec, stops: str) -> Iterator[Field]:
 
 
 def _delimited(opening: str, closing: str, content: str) -> Field:
+    """Return the field whose text stands between two patterns and is read by the parser `content`.
+
+    The caller adds the shape of the result, `transform`.
+    """
     return {"open_pattern": opening, "close_pattern": closing, "content": content}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +26,17 @@ class MarkedSpec(Syntax):
 
     Example: ``<think>2 + 2</think>Let me see.<tool_call>{"name": "add", "arguments": {}}
     </tool_call>``
+
+    Formats are of three kinds, by what begins a call::
+
+        call_open                      <tool_call>{"name": "f"}   always a mark
+        call_open and call_open_also   <function=f>               the mark, which may be forgotten
+        call_open_pattern              {"name": "f"}              no mark: the call's own beginning
+
+    Calls with their mark and calls of the third kind begin regions, which `_split_calls` reads. The
+    calls of the second kind without their mark stand between the regions: `_read_outside`. The
+    third kind has two more cases: an object that names no tool is content, and a call that is cut
+    before the pattern matches has to be found (`_cut_call`).
     """
 
     reasoning_open: str = ""
@@ -58,7 +69,7 @@ class MarkedSpec(Syntax):
 
         A spec has a mark, `call_open`, or an expression for calls without one, `call_open_pattern`.
         Openings that only models write, `call_open_also`, are added in a format without a mark. In
-        one with a mark they count only before the name of a tool: `_read_outside` reads them.
+        one with a mark they count only where a tool's name follows: `_read_outside` reads them.
         """
         opening = self.call_open_pattern or re.escape(self.call_open)
         if self.call_open or self.call_open_also is None:
@@ -161,8 +172,8 @@ class MarkedSpec(Syntax):
             end = mark.end() + read.end  # of the calls in the region
             while index < len(marks) and marks[index].start() < end:  # marks inside the call
                 index += 1
-            # In a format without marks the opening matches no text: it is the place of the call's
-            # first character.
+            # In a format without marks (`call_open_pattern`) the opening matches no text: it is the
+            # place of the call's first character.
             has_no_mark = mark.end() == mark.start()
             names_no_tool = len(read.calls) == 1 and read.calls[0].name is None
             if has_no_mark and names_no_tool:
@@ -293,25 +304,27 @@ class MarkedSpec(Syntax):
     def _read_outside(self, text: str, calls: list[ParsedCall], schemas: Schemas) -> str:
         """Return the content of a text outside the regions; append calls without a mark to `calls`.
 
-        The separator alone is no content. A call without its opening mark ends before the next
-        one, so that a value that is not closed cannot run over it.
+        `_unmarked_pattern` matches where such a call may begin: ``<function=`` in a format whose
+        mark is ``<tool_call>``. The call ends before the next such place, so that a value that is
+        not closed cannot run over it. The separator alone is no content.
         """
         if self._unmarked_pattern is None:  # every call has its mark: all of the text is content
             return "" if calls and self.separator and text.strip() == self.separator else text
         openings = [opening.start() for opening in self._unmarked_pattern.finditer(text)]
         content: list[str] = []
-        position = 0
-        for start, limit in pairwise([*openings, len(text)]):
+        position = 0  # all text before it is in `content` or `calls`
+        for start, next_start in pairwise([*openings, len(text)]):
             if len(calls) > MAX_CALLS:
                 break
-            read = READERS[self.syntax](text[start:limit], self, schemas)
+            read = READERS[self.syntax](text[start:next_start], self, schemas)
             name = read.calls[0].name if len(read.calls) == 1 else None
             # Without the mark only the name of a tool shows that the text is a call. The model may
-            # write any JSON as name.
+            # write any JSON as name. Other text is content, with the text before the next call.
             if not isinstance(name, str) or name not in schemas:
                 continue
             (call,) = read.calls
-            end = limit if call.problem is not None else start + read.end
+            # A malformed call has all text up to the next one. `read.end` counts from `start`.
+            end = next_start if call.problem is not None else start + read.end
             if (closing := self._closing_pattern.match(text, end)) is not None:
                 end = closing.end()  # the model may write the closing mark all the same
             calls.append(replace(call, text=text[start:end]))
@@ -328,24 +341,34 @@ class MarkedSpec(Syntax):
         read again up to a later mark. Example: in ``{"x": "</tool_call>"}</tool_call>`` the string
         runs into the first mark. The number of tries is bounded, so parsing stays linear.
         """
-        first = None
-        for count in MARKS_IN_STRINGS:  # try a body up to the first mark, the 4th, the 16th
-            last = index + count - 1  # number of the mark at which the body ends
-            body = text[start : marks[last].start() if last < len(marks) else len(text)]
-            read = READERS[self.syntax](body, self, schemas)
-            if first is None:
-                first = read
-            elif not read.is_cut_off:
-                # The longer text is right only if it completes the call that ran into the mark,
-                # which was the last call of the first try.
-                cut_index = min(len(first.calls), len(read.calls)) - 1
-                return read if read.calls[cut_index].problem is None else first
-            if not read.is_cut_off:
-                return read
-            if last >= len(marks):
-                break
-        assert first is not None
+        read_body = READERS[self.syntax]
+        bodies = _bodies(text, start, marks, index)
+        first = read_body(next(bodies), self, schemas)
+        if not first.is_cut_off:
+            return first
+        for longer_body in bodies:
+            longer = read_body(longer_body, self, schemas)
+            if longer.is_cut_off:
+                continue
+            # It counts only if it completes the call that was cut off, the last one of the first
+            # try. A list may turn out to be shorter: then its last call counts. Each reader returns
+            # at least one call.
+            cut_index = min(len(first.calls), len(longer.calls)) - 1
+            return longer if longer.calls[cut_index].problem is None else first
         return first  # no try has reached the end of the string
+
+
+def _bodies(text: str, start: int, marks: Sequence[re.Match[str]], index: int) -> Iterator[str]:
+    """Yield the text from `start` up to the 1st, 4th and 16th mark (MARKS_IN_STRINGS).
+
+    `marks[index]` is the 1st. If there are fewer marks, the last body is all of the text.
+    """
+    for count in MARKS_IN_STRINGS:
+        end_index = index + count - 1
+        if end_index >= len(marks):
+            yield text[start:]
+            return
+        yield text[start : marks[end_index].start()]
 
 
 def _may_lack_arguments(call: ParsedCall, behind: str) -> bool:

@@ -20,8 +20,7 @@ whether a search runs out of time depends on the machine's load."""
 MAX_SLOW = 64
 # A literal, with or without blanks after it, cannot backtrack: it needs no limit.
 _LITERAL = regex.compile(r"(?:\\[^\w\s]|[^\\()\[\]{}.*+?|^$\s])+(?:\\s\*)?")
-# `(?=[\s\S]*?X)` is tried at every position, which is quadratic if X is missing. One search for X
-# gives the same answer.
+# Matches the source of a lookahead for an X without groups, `(?=[\s\S]*?X)`.
 _AHEAD = regex.compile(r"\(\?=(?:\[\\s\\S\]|\.)\*\??((?:[^()\\|]|\\.)+)\)", regex.DOTALL)
 _BUDGET: ContextVar[dict[str, float] | None] = ContextVar("seconds left", default=None)
 _SLOW: dict[tuple, tuple[Any, float]] = {}
@@ -50,8 +49,10 @@ class Hit:
 class Pattern:
     """A compiled expression with a time limit; ``.`` matches newlines too.
 
-    An expression may backtrack for ever. A search that runs out of time matches nothing. Raises
-    ValueError for a wrong expression.
+    An expression may backtrack for ever. A search that runs out of time matches nothing
+    (`_run_limited`). Two kinds of expressions are searched in a faster way, with the same result:
+    a literal text (`text`) and a lookahead, ``(?=[\\s\\S]*?X)``. Raises ValueError for a wrong
+    expression.
     """
 
     def __init__(self, source: Any, key: str, *, text: str | None = None) -> None:
@@ -59,8 +60,9 @@ class Pattern:
         if not isinstance(source, str):
             raise ValueError(f"{key}: must be a regular expression, not {source!r}")
         self.source, self._text = source, text
-        # `(?=[\s\S]*?X)` matches wherever an X follows: only X is compiled, because a search for
-        # it gives the same answer in linear time.
+        # The lookahead `(?=[\s\S]*?X)` matches the empty text at a position after which an X stands
+        # anywhere. If there is none, it looks for X from every position, in quadratic time. So X
+        # alone is compiled and searched once. `search` turns its match into that of the lookahead.
         lookahead = _AHEAD.fullmatch(source)
         try:
             self._compiled = regex.compile(lookahead[1] if lookahead else source, regex.DOTALL)
@@ -82,17 +84,19 @@ class Pattern:
         if match is None:
             return None
         if self._is_lookahead:
-            # `match` is of the X in (?=.*?X), see `__init__`. The lookahead itself matches nothing
-            # but the position at which it is tried, `start`, if an X stands anywhere after it.
+            # `match` is an X somewhere after `start`. So the lookahead matches at once: the empty
+            # text at `start`.
             return Hit(start, start, {})
         return Hit(match.start(), match.end(), match.groupdict())
 
     def find_match(self, text: str, start: int = 0) -> Any:
         """Return the first match from `start` on as the library's object, with unnamed groups.
 
-        None without one, or if it takes too long.
+        None without one, or if it takes too long. For a lookahead, here and in `matches`, it is the
+        match of its X.
         """
-        return self._run_limited(
+        return _run_limited(
+            self.source,
             lambda seconds: self._compiled.search(text, start, timeout=seconds),
             "search",
             text,
@@ -112,20 +116,23 @@ class Pattern:
 
     def matches(self, text: str) -> list[Any]:
         """Return all matches, or the first ones if the search takes too long."""
-        matches: list[Any] = []
 
         def collect(seconds: float) -> list[Any]:
-            # At once: a lazy iterator would count the caller's own time too.
+            """Return the matches that `seconds` of CPU time suffice for."""
+            matches: list[Any] = []
             with suppress(TimeoutError):
+                # `extend` keeps the matches before the error. A lazy iterator would count the
+                # caller's own time too.
                 matches.extend(self._compiled.finditer(text, timeout=seconds))
             return matches
 
-        # A cached result is returned without a call of `collect`; None: no time is left.
-        return cast(list[Any], self._run_limited(collect, "all", text, 0) or [])
+        result = _run_limited(self.source, collect, "matches", text)
+        return [] if result is None else cast(list[Any], result)  # None: no time was left
 
     def substitute(self, replacement: str, text: str) -> str:
         """Replace every match in a text; return it unchanged if that takes too long."""
-        replaced = self._run_limited(
+        replaced = _run_limited(
+            self.source,
             lambda seconds: self._compiled.sub(replacement, text, timeout=seconds),
             "substitute",
             replacement,
@@ -133,33 +140,34 @@ class Pattern:
         )
         return text if replaced is None else cast(str, replaced)
 
-    def _run_limited(self, work: Callable[[float], Any], *cache_key: Any) -> Any:
-        """Run `work(seconds)` with the expression's remaining seconds; return None if they run out.
 
-        `cache_key` is the operation with its arguments. A slow result is cached under it. Each use
-        of a cached result costs as many seconds as the first search, so that the same completion
-        always runs out of time at the same place, and is read the same way.
-        """
-        budget = _BUDGET.get()  # expression -> seconds left; None outside of `search_budget`
-        remaining = LIMIT_S if budget is None else budget.get(self.source, LIMIT_S)
-        if remaining <= 0:
-            return None
-        key = (self.source, *cache_key)
-        # While nothing is cached, the key is not looked up: hashing a long text takes time.
-        cached = _SLOW.get(key) if _SLOW else None
-        if cached is not None:
-            result, spent = cached
-        else:
-            started = time.thread_time()  # CPU time: a busy machine makes no expression slow
-            try:
-                result = work(remaining)
-                spent = time.thread_time() - started
-            except TimeoutError:
-                result, spent = None, remaining
-            if spent > SLOW_S:
-                if len(_SLOW) >= MAX_SLOW:
-                    _SLOW.pop(next(iter(_SLOW)))  # the oldest
-                _SLOW[key] = (result, spent)
-        if budget is not None:
-            budget[self.source] = remaining - spent
-        return result
+def _run_limited(source: str, work: Callable[[float], Any], *operation: Any) -> Any:
+    """Run `work(seconds)` with the seconds left to the expression `source`; None if they run out.
+
+    `operation` names the work with its arguments, as a key for the cache of slow results. Each use
+    of a cached result costs as many seconds as the first search, so that the same completion always
+    runs out of time at the same place, and is read the same way.
+    """
+    budget = _BUDGET.get()  # expression -> seconds left; None outside of `search_budget`
+    remaining = LIMIT_S if budget is None else budget.get(source, LIMIT_S)
+    if remaining <= 0:
+        return None
+    key = (source, *operation)
+    # While nothing is cached, the key is not looked up: hashing a long text takes time.
+    cached = _SLOW.get(key) if _SLOW else None
+    if cached is not None:
+        result, spent = cached
+    else:
+        started = time.thread_time()  # CPU time: a busy machine makes no expression slow
+        try:
+            result = work(remaining)
+            spent = time.thread_time() - started
+        except TimeoutError:
+            result, spent = None, remaining
+        if spent > SLOW_S:
+            if len(_SLOW) >= MAX_SLOW:
+                _SLOW.pop(next(iter(_SLOW)))  # the oldest
+            _SLOW[key] = (result, spent)
+    if budget is not None:
+        budget[source] = remaining - spent
+    return result

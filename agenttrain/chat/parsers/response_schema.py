@@ -131,15 +131,17 @@ class SchemaSpec:
     def _find_first_call(self, text: str) -> int:
         """Return the position of the first call outside the reasoning; the text's end without one.
 
-        Example: in ``<think><call>f</think><call>g`` it is that of the second ``<call>``.
+        Example: in ``<think><call>f</think><call>g`` it is that of the second ``<call>``. Reasoning
+        that is not closed counts as none: in ``<think><call>f`` it is that of ``<call>``.
         """
         first = text.find(self._opener) if self._opener else -1
         opening, closing = self.reasoning
         # A call in the reasoning is none: search after the closing mark. A closing mark without
         # an opening mark does not turn the call before it into reasoning.
         if first >= 0 and closing and opening in text[:first]:
-            reasoning_end = max(text.find(closing), 0)  # 0: it is not closed, and ends nowhere
-            first = text.find(self._opener, reasoning_end)
+            reasoning_end = text.find(closing)
+            if reasoning_end >= 0:  # else it is not closed, and the first call counts all the same
+                first = text.find(self._opener, reasoning_end)
         return len(text) if first < 0 else first
 
     @cached_property
@@ -189,19 +191,23 @@ class SchemaSpec:
             return self._read_list_items(node, value, schemas) or [
                 ParsedCall(text=value, problem=problem)
             ]
-        # The node's pattern may cut the JSON out of its marks.
+        # `value` may be the JSON of the calls inside of marks: the node's expression cuts it out.
         inner = node.extract(value)
-        text = inner if isinstance(inner, str) else value
-        items = [] if calls_value is None else [calls_value]
+        calls_json = inner if isinstance(inner, str) else value
         if isinstance(calls_value, list):
             items = calls_value[: MAX_CALLS + 1]  # `parse_response` reports the last as too many
+        else:
+            items = [] if calls_value is None else [calls_value]
         calls = [
-            call_from_item(item, text, schemas, lacks_braces=self.lacks_braces) for item in items
+            call_from_item(item, calls_json, schemas, lacks_braces=self.lacks_braces)
+            for item in items
         ]
-        # Pair each call with the JSON that the model wrote for it: its arguments must all be there.
+        # The schema keeps only the keys that it describes. The JSON as the model wrote it shows
+        # whether an argument stands under another key, and must not get lost.
+        pairs = pair_with_json(calls, read_json(calls_json).value)
         return [
             replace(with_all_arguments(call, json_value, schemas), lenient=is_loose)
-            for call, json_value in pair_with_json(calls, read_json(text).value)
+            for call, json_value in pairs
         ]
 
     def _read_each(self, text: str, schemas: Schemas) -> tuple[list[ParsedCall], str]:
@@ -220,8 +226,12 @@ class SchemaSpec:
                 return calls, "".join(content)
             at, text_of_call = match.end(), match.group()
             call = self._read_call(match, text_of_call, schemas)
-            is_good = call.problem is None
-            calls += [call] if is_good else self._split_merged(call, schemas)
+            if call.problem is None:
+                calls.append(call)
+            else:
+                # Its problem may be that it is two calls: one that is not closed, and the next one,
+                # over whose opening the match ran.
+                calls += self._split_merged(call, schemas)
         content_after, unclosed_after = self._unclosed_calls(text[at:])
         return [*calls, *unclosed_after], "".join([*content, content_after])
 
@@ -418,6 +428,12 @@ class Node:
     `value` runs `extract`, which applies the regular expression, and then `convert`, which parses
     the result. The root is used by `split` too. The fields without a docstring are JSON schema's
     keywords.
+
+    A result of None means that there is no value: an expression does not match, the JSON is null,
+    or the parent has no such key. The parent leaves the property out then.
+
+    The methods' argument `raw` is for parameters, which may be text or JSON (`allow_non_json`).
+    With `raw` they stay text, because the tool's schema decides later what they are.
     """
 
     type: str | None = None
@@ -444,7 +460,7 @@ class Node:
     prefix_items: tuple[Node, ...] = ()
     required: tuple[str, ...] = ()
     json_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments for `x-parser: json`."""
+    """Our own arguments for the JSON parser: LACKS_BRACES and LOOSE."""
 
     def sources(self) -> Iterator[str]:
         """Yield the regular expressions of this node and those below it."""
@@ -485,7 +501,7 @@ class Node:
     def value(self, value: Any, *, raw: bool = False) -> Any:
         """Convert a value as this node says: a text, or a value that its parent has split off.
 
-        `raw`: text that may or may not be JSON stays text. Raises ContentError.
+        `raw` leaves parameters text. Raises ContentError.
         """
         if self.const is not NOTHING:
             return self.const
@@ -500,10 +516,8 @@ class Node:
         """Convert the result of `extract`. Raises ContentError.
 
         The steps, of which a node may have any: `iterator` or `key_value` splits the text,
-        `parser` reads it as JSON, `transform` picks parts of the value, `type` converts it.
-
-        With `raw`, a value that may be text or JSON (`allow_non_json`), such as a parameter's,
-        stays text: the tool's schema decides later what it is.
+        `parser` reads it as JSON, `transform` picks parts of the value, `type` converts it. `raw`
+        leaves parameters text.
         """
         pattern = self.iterator or self.key_value
         if pattern is not None:
@@ -616,8 +630,8 @@ def compile_node(
 ) -> Node:
     """Compile a node and those below it.
 
-    `scope` is the node's path, for errors. `json_args` are further arguments of `x-parser: json`.
-    Raises ValueError that names a wrong key.
+    `scope` is the node's path, for errors. `json_args` are our own arguments for the JSON parser:
+    LACKS_BRACES and LOOSE. Raises ValueError that names a wrong key.
     """
     if schema is True or schema is None:
         return Node()  # any value, as it is
@@ -636,9 +650,11 @@ def compile_node(
         return value
 
     compile_child = partial(compile_node, json_args=json_args)
-    args = checked_value("x-parser-args", Mapping, "a mapping") or {}
+    # Two of its keys have an effect. `json_args` are other arguments, which no schema can set.
+    parser_args = checked_value("x-parser-args", Mapping, "a mapping") or {}
     properties = checked_value("properties", Mapping, "a mapping") or {}
-    additional = schema.get("additionalProperties", {})
+    # The schema of all other keys. False leaves them out. True, {} and none accept any value.
+    additional = schema.get("additionalProperties", True)
     pairs = checked_value("x-regex-substitutions", list, "a list") or ()
     substitutions = tuple(_compile_substitution(pair, scope) for pair in pairs)
     patterns = {
@@ -658,11 +674,10 @@ def compile_node(
         iterator=patterns.get("x-regex-iterator"),
         key_value=key_value,
         parser=parser,
-        allow_non_json=bool(args.get("allow_non_json")),
-        transform=_compile_transform(args.get("transform"), scope),
+        allow_non_json=bool(parser_args.get("allow_non_json")),
+        transform=_compile_transform(parser_args.get("transform"), scope),
         properties={str(key): compile_child(v, f"{scope}.{key}") for key, v in properties.items()},
-        # False leaves other keys out; {} accepts any value, as True does.
-        additional=None if additional is False else compile_child(additional or None, scope),
+        additional=None if additional is False else compile_child(additional or True, scope),
         items=compile_child(schema["items"], f"{scope}.items") if "items" in schema else None,
         prefix_items=tuple(
             compile_child(value, f"{scope}.prefixItems")

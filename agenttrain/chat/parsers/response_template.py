@@ -191,7 +191,11 @@ class TemplateSpec:
             yield replace(call, lenient=True) if region.loose else call
 
     def _split_regions(self, text: str, *, begins_in: _Field | None) -> list[_Region]:
-        """Split a text into regions; with `begins_in`, it begins inside a region of that field."""
+        """Split a text into regions; with `begins_in`, it begins inside a region of that field.
+
+        `_find_end` sets where a region ends. Two kinds end otherwise: text between the marks of
+        other fields ends at the next mark, and a region after too many has all remaining text.
+        """
         regions: list[_Region] = []
         # The field that has the text outside the regions of the others, usually the content. Its
         # closing mark, e.g. <|im_end|>, ends such text and belongs to no field.
@@ -207,23 +211,25 @@ class TemplateSpec:
             regions.append(_find_end(_Region(begins_in, start=0, body=0, captures={}), marks))
             at = regions[-1].end
         while at < len(text):
-            field, hit = marks.next(at)  # field: None for the closing mark of `outside_field`
-            if outside_field is not None and hit.start > at:  # the text before the mark
+            # The field is None for the closing mark of `outside_field`, and at the text's end.
+            field, mark = marks.next(at)
+            if outside_field is not None and mark.start > at:
                 before = _Region(outside_field, start=at, body=at, captures={})
-                regions.append(replace(before, stop=hit.start, end=hit.end))
-            if field is not None:
-                if field.name == CALLS:
-                    call_regions += 1
-                region = _Region(field, start=hit.start, body=hit.end, captures=hit.groups)
+                regions.append(replace(before, stop=mark.start, end=mark.end))
+            if field is None:
+                end = mark.end
+            else:
+                call_regions += 1 if field.name == CALLS else 0
+                region = _Region(field, start=mark.start, body=mark.end, captures=mark.groups)
                 if call_regions > MAX_CALLS or len(regions) >= MAX_REGIONS:
                     # The remaining text is one malformed call.
                     calls_field = next((f for f in self.fields if f.name == CALLS), field)
                     region = replace(region, field=calls_field, problem=TOO_MANY)
                     return [*regions, replace(region, stop=len(text), end=len(text))]
-                regions.append(_find_end(region, marks))
-            end = regions[-1].end if field is not None else hit.end
-            # A mark of no width must not match again at the same position.
-            at = end if end > at else at + 1
+                region = _find_end(region, marks)
+                regions.append(region)
+                end = region.end
+            at = max(end, at + 1)  # a mark of no width must not match again at the same position
         return regions
 
 
@@ -248,17 +254,21 @@ class _Marks:
     def next(self, at: int) -> tuple[_Field | None, Hit]:
         """Return (field, hit) of the next mark from `at` on; the field is None for a closing mark.
 
-        The earliest mark wins, among these the longest, among these the first in `searches`, which
-        has the opening marks first. At the end of the text it is (None, an empty hit there).
+        The earliest mark wins, among these the longest. Of equal ones an opening mark wins, because
+        it stands before the closing mark in `searches`. Without a mark, it is (None, an empty hit
+        at the end of the text).
         """
-        end = len(self.text)
-        best: tuple[_Field | None, Hit] = (None, Hit(end, end, {}))
+        text_end = len(self.text)
+        best_field, best = None, Hit(text_end, text_end, {})
         for field, pattern in self.searches:
             hit = self.search(pattern, at)
-            # Earlier than the best so far, or as early and longer.
-            if hit is not None and (hit.start, -hit.end) < (best[1].start, -best[1].end):
-                best = (field, hit)
-        return best
+            if hit is None:
+                continue
+            is_earlier = hit.start < best.start
+            is_longer = hit.start == best.start and hit.end > best.end
+            if is_earlier or is_longer:
+                best_field, best = field, hit
+        return best_field, best
 
     def call_openings(self, field: _Field, at: int, *, count: int) -> list[int]:
         """Return the positions where the next `count` calls open, from `at` on."""
@@ -289,17 +299,19 @@ def _find_end(region: _Region, marks: _Marks) -> _Region:
 def _read_calls(region: _Region, marks: _Marks) -> _Region:
     """Read the value of a region of calls; return the region, perhaps with a later end.
 
-    A mark inside a string is part of the string: ``{"x": "</tool_call>"}</tool_call>``. So while
-    the value ends inside a string, it is read again up to the next closing mark. The tries, and the
-    length of a region, are limited so that parsing stays linear.
+    `region` ends with the first closing mark after its opening. But a mark inside a string is part
+    of the string: ``{"x": "</tool_call>"}</tool_call>``. So while the value ends inside a string,
+    it is read again up to the next closing mark. The tries, and the length of a region, are limited
+    so that parsing stays linear.
     """
-    field, max_marks = region.field, MARKS_IN_STRINGS[-1]
-    # Up to `max_marks` opening marks may be text of the value's strings. The region must end before
-    # the one after these.
+    field = region.field
+    max_marks = MARKS_IN_STRINGS[-1]  # the most marks that a call's strings may hold
+    # The value reaches at most to the opening mark after as many others.
     openings = marks.call_openings(field, region.body, count=max_marks + 1)
     limit = openings[-1] if len(openings) > max_marks else len(marks.text)
-    # A longer region is not read: it is handled as one that ends inside a string.
-    is_cut_off = _read_value(region, marks) if region.stop <= limit else True
+    # `_read_value` sets the region's value or its problem. It returns True if the text ended inside
+    # a value, as a region beyond the limit does, which is not read.
+    is_cut_off = region.stop > limit or _read_value(region, marks)
     longer = region
     for _ in range(max_marks):
         if not is_cut_off or not longer.closed:  # it was read to its end, or no mark closes it
@@ -310,9 +322,11 @@ def _read_calls(region: _Region, marks: _Marks) -> _Region:
             break
         longer = replace(longer, stop=hit.start, end=hit.end, problem=None)
         is_cut_off = _read_value(longer, marks)
-    if longer.problem is None and not is_cut_off:
+    is_read = longer.problem is None and not is_cut_off
+    if is_read:
         return longer
-    # No closing mark completes the value: the region ends where the next call opens.
+    # No closing mark completes the value: the first region stays, with its problem. But it ends
+    # where the next call opens.
     if openings and openings[0] < region.stop:
         problem = "the call is not closed"
         return replace(region, stop=openings[0], end=openings[0], closed=False, problem=problem)
@@ -412,20 +426,27 @@ def with_all_arguments(call: ParsedCall, json_value: Any, schemas: Schemas) -> P
     is_arguments = call.arguments is json_value
     if call.problem is not None or not isinstance(function, dict) or is_arguments:
         return call
-    present = [key for key in ARGUMENT_KEYS if key in function]
-    # Find the keys whose values may be arguments. Leave out the name, which is found by its value
-    # because its key is not known, and keys with an empty value. ARGUMENT_KEYS stay in any case:
-    # two of them are a problem even if they are empty.
-    without_name = {k: v for k, v in function.items() if v != call.name or k in ARGUMENT_KEYS}
-    filled = {k: v for k, v in without_name.items() if v not in EMPTY or k in present}
+    argument_keys = [key for key in ARGUMENT_KEYS if key in function]
+    # Leave only the keys whose values may be arguments: not the name, which is found by its value
+    # because its key is not known, and no empty values. `argument_keys` stay in any case: two of
+    # them are a problem even if they are empty.
+    candidates = {
+        key: value
+        for key, value in function.items()
+        if key in argument_keys or (value != call.name and value not in EMPTY)
+    }
     types = schemas.get(call.name, {}) if isinstance(call.name, str) else {}
-    key, problem = find_arguments_key(filled, parameters=types)
-    has_usual_form, has_arguments = "name" in function, bool(present or call.arguments)
-    # The arguments are given twice, or may stand under an unexpected key.
-    if len(present) > 1 or (problem and (has_usual_form or not has_arguments)):
+    # The only one of `argument_keys`, or the usual key if there is none. The problem is that there
+    # are two, or an unexpected key.
+    arguments_key, problem = find_arguments_key(candidates, parameters=types)
+    is_given_twice = len(argument_keys) > 1
+    has_usual_form = "name" in function
+    lacks_arguments = not argument_keys and not call.arguments
+    may_lose_argument = problem is not None and (has_usual_form or lacks_arguments)
+    if is_given_twice or may_lose_argument:
         return replace(call, problem=problem)
-    if present and not call.arguments:
-        return replace(call, arguments=function[key])
+    if argument_keys and not call.arguments:
+        return replace(call, arguments=function[arguments_key])
     return call
 
 
@@ -545,32 +566,36 @@ def parse_number(text: str, args: Mapping[str, Any]) -> int | float:
 def parse_json(text: str, args: Mapping[str, Any]) -> Any:
     """Read a text that is one JSON value, or the near-JSON that the parser's `args` describe.
 
-    `args` are `content_args` of a `response_template`, such as ``{"unquoted_keys": True}``, and our
-    own LACKS_BRACES and LOOSE. With `allow_non_json`, other text is returned as it is. Otherwise it
-    raises ContentError.
+    `args` are `content_args` of a `response_template` and our own LACKS_BRACES and LOOSE::
+
+        string_delims   marks of strings beside quotes, [['<|"|>', '<|"|>']]
+        unquoted_keys   {x: 1} is read
+        LACKS_BRACES    "x": 1 is read
+        LOOSE           almost JSON is read
+        allow_non_json  other text is returned as it is; without this, it raises ContentError
     """
-    quotes = [(str(opening), str(closing)) for opening, closing in args.get("string_delims", ())]
-    if quotes or args.get("unquoted_keys"):
+    delimiters = args.get("string_delims", ())
+    marks = [(str(opening), str(closing)) for opening, closing in delimiters]
+    if marks or args.get("unquoted_keys"):
         words = {"true": True, "false": False, "null": None}
-        dialect = Dialect(raw_quotes=quotes, bare_keys=bool(args.get("unquoted_keys")), words=words)
+        dialect = Dialect(raw_quotes=marks, bare_keys=bool(args.get("unquoted_keys")), words=words)
         value, end, problem, is_cut_off = read_literal(text, 0, dialect)
     else:
         value, end, problem, is_cut_off = read_json(text)
     if problem is None and text[end:].strip():
         problem = f"text after the JSON value: {excerpt(text[end:])}"
-    if problem is not None and args.get(LACKS_BRACES):  # the text may lack its braces: "x": 1
+    if problem is None:
+        return value
+    if args.get(LACKS_BRACES):
         braced, end, braced_problem, _ = read_json(f"{{{text}}}")
         if braced_problem is None and end == len(text) + 2:
             return braced
-    # The text may be almost JSON: {x: 1}
-    if problem is not None and args.get(LOOSE) and not args.get("allow_non_json"):
+    if args.get("allow_non_json"):  # before LOOSE: a text that is almost JSON is a text
+        return text.strip()
+    if args.get(LOOSE):
         loose = read_loose(text)
         if loose.problem is None:
             return loose.value
-    if problem is None:
-        return value
-    if args.get("allow_non_json"):
-        return text.strip()
     raise ContentError(problem, is_cut_off=is_cut_off)
 
 

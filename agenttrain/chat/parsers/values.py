@@ -57,13 +57,16 @@ def read_json(text: str, start: int = 0) -> Json:
         for python_word, json_word in _PYTHON.items():
             if text.startswith(python_word, error.pos):
                 problem += f" (write {json_word}, not {python_word})"
-        # Line and column are those in the value, not in the text before it.
+        # Line and column count from `start`, not from the beginning of the text.
         line = text.count("\n", start, error.pos) + 1
-        column = error.pos - max(text.rfind("\n", start, error.pos), start - 1)
-        # A string without its end, or an end of the text where the value goes on: {"x": 1
-        has_begun = skip_blank(text, start) < error.pos
-        at_end = skip_blank(text, error.pos) == len(text)
-        is_cut_off = UNTERMINATED in error.msg or (has_begun and at_end)
+        newline = text.rfind("\n", start, error.pos)
+        line_start = newline + 1 if newline >= 0 else start
+        column = error.pos - line_start + 1
+        # The text ends inside the value: in a string, or where more must follow ({"x": 1). The
+        # caller may have cut it there, and tries again with a longer text.
+        value_has_begun = skip_blank(text, start) < error.pos
+        is_at_end = skip_blank(text, error.pos) == len(text)
+        is_cut_off = UNTERMINATED in error.msg or (value_has_begun and is_at_end)
         return Json(
             problem=f"invalid JSON at line {line} column {column}: {problem}", is_cut_off=is_cut_off
         )
@@ -128,7 +131,8 @@ def read_items(
     return items, at + 1
 
 
-_OTHER_KEYS = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
+_OTHER_KEY = r"""["']?+\w++["']?+\s*+:\s*+(?:"[^"\\]*+"|'[^'\\]*+')\s*+,\s*+"""
+"""Matches a key with a short string as its value, and the comma after it: ``"id": "7", ``."""
 MAX_NAME = 128
 
 
@@ -140,10 +144,13 @@ def written_name(text: str, key: str = "name") -> str:
     start = text.find("{")
     if start < 0:
         return ""
-    # An object whose first keys may be others, then `key` and a short string in either quotes.
+    # {"id": "7", "name": "f": other keys may come first, and either quotes or none may stand around
+    # keys. The possessive quantifiers (*+) keep the search linear.
+    brace = r"\{\s*+"
+    other_keys = rf"(?:{_OTHER_KEY})*?"
+    name_key = rf"""["']?{re.escape(key)}["']?\s*+:\s*+"""
     name = rf"""(?P<quote>["'])(?P<name>[^"'\\\r\n]{{1,{MAX_NAME}}})(?P=quote)"""
-    head = re.compile(rf"""\{{\s*+(?:{_OTHER_KEYS})*?["']?{re.escape(key)}["']?\s*+:\s*+{name}""")
-    match = head.match(text, start)
+    match = re.compile(brace + other_keys + name_key + name).match(text, start)
     return match["name"] if match else ""
 
 
@@ -400,44 +407,49 @@ class _Reader:
         pairs: list[tuple[str, Any]] = []
         start = at = skip_blank(self.text, at)
         if self.dialect.python and self.text[at : at + 1] == "(":  # a set of tuples: {(1, 2)}
-            return self._read_items(at, "}", depth)[:2]
+            items, end, _ = self._read_items(at, "}", depth)
+            return items, end
         while self.text[at : at + 1] != "}":
             key, at = self._read_key(at)
             at = skip_blank(self.text, at)
             next_character = self.text[at : at + 1]
             if self.dialect.python and not pairs and next_character in (",", "}"):  # {1, 2}
-                return self._read_items(start, "}", depth)[:2]
+                items, end, _ = self._read_items(start, "}", depth)
+                return items, end
             if next_character != ":":
                 self._raise_expected("':'", at)
             at = skip_blank(self.text, at + 1)
-            if self.dialect.unbraced and KEY_AHEAD.match(
-                self.text, at
-            ):  # a key in place of a value
+            if self.dialect.unbraced and KEY_AHEAD.match(self.text, at):  # {"a": "x": 1}
+                # The value has all of the text up to the closing brace of this mapping.
                 value, at = self._read_unbraced_mapping(at, depth - 1)
                 pairs.append((key, value))
                 break
             value, at = self.read(at, depth - 1)
             pairs.append((key, value))
             at = self._skip_comma(at, "}", len(pairs))
+        # At the closing brace.
         try:
             return mapping_without_repeats(pairs), at + 1
         except ValueError as error:
             raise LiteralError(str(error)) from None
 
     def _read_unbraced_mapping(self, at: int, depth: int) -> tuple[dict[str, Any] | list[Any], int]:
-        """Read a mapping without its opening brace; return (it, position of the outer's brace).
+        """Read a mapping without its opening brace; return (mapping, position of the outer brace).
 
         Models forget the braces of a call's arguments: ``{"name": "f", "arguments": "x": 1}`` means
-        ``{"name": "f", "arguments": {"x": 1}}``. The inner mapping reaches to the outer one's end.
+        ``{"name": "f", "arguments": {"x": 1}}``. The inner mapping reaches to the end of the outer
+        one, whose closing brace the caller reads. Examples::
+
+            {"a": "x": 1}     one brace closes both: its position is returned
+            {"a": "x": 1}}    the inner mapping has a closing brace: the position of the second one
         """
-        if depth == 0:  # as in `read`, which is not called for this mapping
+        # `read` checks the depth of every other value.
+        if depth == 0:
             raise LiteralError(f"nested more than {MAX_DEPTH} levels deep")
-        value, end = self._read_mapping(at, depth)
-        # The closing brace that was read is the inner mapping's if the outer one has its own, as in
-        # {"a": "x": 1}}. Otherwise one brace ends both: {"a": "x": 1}.
-        after = skip_blank(self.text, end)
-        has_own_brace = self.text[after : after + 1] == "}"
-        return value, after if has_own_brace else end - 1
+        value, after_first_brace = self._read_mapping(at, depth)
+        next_at = skip_blank(self.text, after_first_brace)
+        has_second_brace = self.text[next_at : next_at + 1] == "}"
+        return value, next_at if has_second_brace else after_first_brace - 1
 
     def _read_key(self, at: int) -> tuple[str, int]:
         """Read the key of a mapping: a string, in Python any scalar, or a bare word."""
@@ -483,11 +495,15 @@ class _Reader:
         return ("".join(texts), end) if texts else None
 
     def _read_python_string(self, at: int) -> tuple[str, int] | None:
-        """Read one Python string with its prefix, e.g. ``r'a'``; None if there is none."""
-        opening = _PYTHON_STRING.match(self.text, at)
+        """Read one Python string with its prefix, e.g. ``r'a'``; None if there is none.
+
+        Return (text, position after it). Raises LiteralError for bytes, and for an f-string with a
+        placeholder, whose value is not known.
+        """
+        opening = _PYTHON_STRING_OPENING.match(self.text, at)
         if opening is None:
             return None
-        prefix, quote = opening["prefix"].lower(), opening["quote"]
+        prefix, quote = opening["prefix"].lower(), opening["quote"]  # quote: ', ", ''' or three "
         string = _QUOTED[quote].match(self.text, opening.start("quote"))
         if string is None:
             raise LiteralError("a string is not closed", is_cut_off=True)
@@ -495,7 +511,8 @@ class _Reader:
         if "b" in prefix:
             raise LiteralError("bytes, which JSON has no value for")
         if "f" in prefix:
-            if _PLACEHOLDER.search(text):
+            # {{ and }} stand for braces. A single { opens a placeholder.
+            if "{" in text.replace("{{", ""):
                 raise LiteralError("a text with placeholders, whose values are not known")
             text = text.replace("{{", "{").replace("}}", "}")
         return (text if "r" in prefix else _replace_escapes(text, python=True)), string.end()
@@ -558,11 +575,9 @@ _QUOTED = {
     )
     for quote in "\"'"
 }
-_PYTHON_STRING = re.compile(
+_PYTHON_STRING_OPENING = re.compile(
     r"""(?P<prefix>[rR][bBfF]?|[bBfF][rR]?|[uU]|)(?P<quote>'''|\"\"\"|'|")"""
 )
-_PLACEHOLDER = re.compile(r"(?<!\{)\{(?:\{\{)*+(?!\{)")
-"""An odd number of braces opens a placeholder in an f-string, ``f"{x}"``. Two stand for one."""
 _PYTHON_SCALAR = re.compile(rf"[+-]?\.?\d|(?:{'|'.join(_PYTHON_WORDS)})\b", re.ASCII)
 _PYTHON_NUMBER = re.compile(
     r"(?P<sign>[+-]?)(?:(?P<based>0[xX](?:_?[0-9a-fA-F])+|0[oO](?:_?[0-7])+|0[bB](?:_?[01])+)"

@@ -137,7 +137,8 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """
 
     _callbacks = 0
-    """Number of httptools' callbacks: data that causes none belongs to an unfinished header."""
+    """Number of calls of the hooks so far: data that causes none belongs to an unfinished
+    header."""
     _head = 0
     """Bytes of the address and of the finished headers of this request."""
     _unfinished = 0
@@ -174,10 +175,11 @@ class BoundedHead(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def data_received(self, data: bytes) -> None:
         """Parse what arrived, and close a connection with too long an unfinished header."""
-        before = self._callbacks
-        super().data_received(data)
-        # Data that caused no callback continues an unfinished header.
-        is_unfinished = self._callbacks == before
+        callbacks_before = self._callbacks
+        super().data_received(data)  # httptools calls the methods above, which count their calls
+        # httptools holds back a header until it is complete, and passes all else on at once, a part
+        # of a body too. So data without a callback is part of an unfinished header.
+        is_unfinished = self._callbacks == callbacks_before
         self._unfinished = self._unfinished + len(data) if is_unfinished else 0
         # httptools calls `on_message_begin` at the first bytes of a request; h11 calls nothing.
         is_httptools = self._callbacks > 0

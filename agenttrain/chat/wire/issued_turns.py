@@ -191,27 +191,27 @@ class IssuedTurns(Generic[T]):
     ) -> tuple[list[Message], set[str]]:
         """Return messages with calls as they were issued, and the ids of calls that were respelled.
 
-        Clients write defaults of a tool's schema into calls, or leave them out, and replace a
-        malformed call by one of their own. A call with an issued id that differs only in these ways
-        counts as respelled, and is replaced by the issued call. If any call of a message differs in
-        another way, the client has edited it, and the message stays.
+        `match` finds a turn only if its calls come back as they were issued. But clients write
+        defaults of a tool's schema into calls, or leave them out, and replace a malformed call by
+        one of their own. A call with an issued id that differs only in these ways counts as
+        respelled, and is replaced by the issued call. If any call of a message differs in another
+        way, the client has edited it, and the message stays. Numbers spelled otherwise, such as 3.0
+        for 3, are left to `match`, which takes them for equal.
         """
         restored, respelled = list(messages), set()
         for index, message in enumerate(messages):
-            calls = message.get("tool_calls")
-            turn = self._by_key.get(calls[0]["id"]) if calls else None
-            if calls is None or turn is None:
+            sent_calls = message.get("tool_calls")
+            if not sent_calls:
                 continue
-            issued_calls = turn.message.get("tool_calls", [])
-            if calls == issued_calls:
-                continue
-            if [call["id"] for call in issued_calls] != [call["id"] for call in calls]:
-                continue
-            # Calls with equal keys differ only in spellings, such as 3.0 for 3. They need not be
-            # restored: `match` finds their turn anyway.
+            # The id of any call finds the turn that it was issued in.
+            turn = self._by_key.get(sent_calls[0]["id"])
+            issued_calls = [] if turn is None else turn.message.get("tool_calls", [])
+            issued_ids = [call["id"] for call in issued_calls]
+            if issued_ids != [call["id"] for call in sent_calls]:
+                continue  # another server's calls, or not all of the turn's
             differing = [
                 (sent, issued)
-                for sent, issued in zip(calls, issued_calls, strict=True)
+                for sent, issued in zip(sent_calls, issued_calls, strict=True)
                 if sent != issued and _call_key(sent) != _call_key(issued)
             ]
             are_respelled = all(
@@ -230,14 +230,15 @@ class IssuedTurns(Generic[T]):
         """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         end = answers[-1] + 1 if answers else 0  # after the last answer
-        # One hash serves twice: up to the last answer it finds the turn; over all messages it goes
-        # into the result, for the turn that will be issued as the answer to this request.
+        # The hash of the messages up to the last answer finds the turn. Then the other messages are
+        # added: the turn that will answer this request keeps the hash, to add its own message.
         request_hash = hashlib.sha256(b"".join(map(canonical_bytes, messages[:end])))
         answered_digest = request_hash.digest()
         request_hash.update(b"".join(map(canonical_bytes, messages[end:])))
         if not answers:
             return Match(request_hash=request_hash)
-        # Digests leave out reasoning and handles, which only some clients send.
+        # Digests leave out reasoning and handles (the ids of turns), which only some clients send.
+        # If they were sent, they must agree too.
         candidates = [
             turn
             for turn in self._by_digest.get(answered_digest, ())
@@ -246,6 +247,8 @@ class IssuedTurns(Generic[T]):
         # The tools are a part of the prompt, so that a turn goes on only with its own.
         same_tools = [turn for turn in candidates if turn.tools == tools]
         return Match(
+            # Several turns may have equal conversations. The newest is as good as any, and the
+            # caller can tell by `ambiguous`.
             turn=same_tools[-1] if same_tools else None,
             new_messages=tuple(messages[end:]),
             ambiguous=len(same_tools) > 1,
@@ -296,26 +299,30 @@ def _render_with_late_system(
 def _merge_late_system(messages: Sequence[Message], first: int) -> list[Message]:
     """Return messages in which late system messages, from index `first` on, are the user's.
 
-    The text of a late message is appended to the message before it, if that is the user's or the
-    system's. A message of the user that follows is appended too, so that no two messages of the
-    user stand side by side.
-    Example: ``[user "a", system "b", user "c"]`` is ``[user "a\\n\\nb\\n\\nc"]``.
+    For templates that refuse system messages there. The text of a late message is appended to the
+    message before it, if that is the user's or the system's; else it becomes a message of the user.
+    A message of the user that follows is appended too, so that no two messages of the user stand
+    side by side. Examples, with `first` = 1::
+
+        user "a", system "b", user "c"      user "a\\n\\nb\\n\\nc"
+        tool "a", system "b", user "c"      tool "a", user "b\\n\\nc"
+        system "a", system "b", user "c"    system "a\\n\\nb", user "c"
     """
-    shown: list[Message] = []
-    is_joined = False  # the last of `shown` is the user's, and a system's text is part of it
+    merged: list[Message] = []
+    ends_with_late = False  # the last message is the user's and holds the text of a late one
     for index, message in enumerate(messages):
         is_late = message["role"] == "system" and index >= first
         role = "user" if is_late else message["role"]
-        before = shown[-1] if shown else None
-        system_joins = is_late and before is not None and before["role"] in ("user", "system")
-        user_joins = is_joined and role == "user"
-        joins = system_joins or user_joins
-        if joins and before is not None:
-            shown[-1] = {**before, "content": f"{before['content']}\n\n{message['content']}"}
+        last = merged[-1] if merged else None
+        late_joins = is_late and last is not None and last["role"] in ("user", "system")
+        user_joins = role == "user" and ends_with_late
+        if last is not None and (late_joins or user_joins):
+            merged[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+            ends_with_late = merged[-1]["role"] == "user"
         else:
-            shown.append({**message, "role": role})
-        is_joined = shown[-1]["role"] == "user" and (is_late or (joins and is_joined))
-    return shown
+            merged.append({**message, "role": role})
+            ends_with_late = is_late
+    return merged
 
 
 def without_handle(message: Message) -> Message:

@@ -223,11 +223,12 @@ class _ItemReader:
         self.messages: list[Message] = []
         self.tool_names: dict[str, str] = {}
         """Id of a call -> name of its tool."""
-        self.turn: Message | None = None
-        """The last assistant message. After it come at most replies to its calls."""
-        self.issued: Message | None = None
-        """The answer that this server issued as that turn; None if it did not. Like `turn`, set by
-        `_turn_for_item`."""
+        self.current_turn: Message | None = None
+        """The last assistant message, as the client sent it: its items so far. After it come at
+        most replies to its calls. None after a message of another role."""
+        self.current_as_issued: Message | None = None
+        """The same turn as this server issued it; None if it did not, or if no item of the turn has
+        shown so. Like `current_turn`, set by `_turn_for_item`."""
 
     def read(self, request: ResponsesRequest) -> list[Message]:
         """Return the messages. Raises RequestError."""
@@ -278,15 +279,15 @@ class _ItemReader:
             handle = item.get("encrypted_content")  # as in the items that we issue
             # Some clients send only the id, which holds the handle too: ``rs_<handle>``.
             key = handle or _turn_key(item.get("id"))
-            turn = self._turn_for_item(key, kind)  # sets `self.issued` too
+            turn = self._turn_for_item(key, kind)  # sets `self.current_as_issued` too
             texts = item.get("content") or item.get("summary")
             if isinstance(handle, str) and handle:
                 turn[HANDLE] = handle
             if texts:
                 turn["reasoning_content"] = _join_text(texts, where)
             # Some clients send the item without its text: it is the one that was issued.
-            elif self.issued is not None and "reasoning_content" in self.issued:
-                turn["reasoning_content"] = self.issued["reasoning_content"]
+            elif self.current_as_issued and "reasoning_content" in self.current_as_issued:
+                turn["reasoning_content"] = self.current_as_issued["reasoning_content"]
         elif kind == "function_call":
             self._read_call(item, where)
         elif kind == "function_call_output":
@@ -315,7 +316,11 @@ class _ItemReader:
             )
 
     def _read_message(self, item: Mapping[str, Any], where: str) -> None:
-        """Add a message; an assistant's text is added to the turn that its id names."""
+        """Add a message; an assistant's text is added to the turn that it belongs to.
+
+        The item's id names that turn: ``msg_<handle>``. An item without an id, or with another
+        server's, goes by its place among the items (`_turn_for_item`).
+        """
         role = read_role(str(item.get("role")), self.roles)
         if role is None or role == "tool":
             raise RequestError(
@@ -328,7 +333,8 @@ class _ItemReader:
             turn["content"] += text
         else:
             self.messages.append({"role": role, "content": text})
-            self.turn = self.issued = None  # later items of the assistant begin a new turn
+            # Later items of the assistant begin a new turn.
+            self.current_turn = self.current_as_issued = None
 
     def _read_call(self, item: Mapping[str, Any], where: str) -> None:
         """Add a call to the turn that it belongs to."""
@@ -347,31 +353,33 @@ class _ItemReader:
     def _turn_for_item(self, key: object, kind: str) -> Message:
         """Return the assistant message that an item belongs to: the current one, or a new one.
 
-        `key` is the handle or the id of a call in the item, `kind` the item's type. Sets `turn` and
-        `issued`.
+        `key` is the handle or the id of a call in the item, `kind` the item's type. Sets
+        `current_turn` and `current_as_issued`.
         """
-        issued = self.find_issued(key) if isinstance(key, str) and key else None
-        if self.turn is None or self._begins_turn(self.turn, issued, kind):
-            self.turn = {"role": "assistant", "content": ""}
-            self.messages.append(self.turn)
-            self.issued = issued
-        elif issued is not None:  # else the item leaves the current turn's as it is
-            self.issued = issued
-        return self.turn
+        item_turn = self.find_issued(key) if isinstance(key, str) and key else None
+        if self.current_turn is None or self._begins_turn(self.current_turn, item_turn, kind):
+            self.current_turn = {"role": "assistant", "content": ""}
+            self.messages.append(self.current_turn)
+            self.current_as_issued = item_turn
+        elif item_turn is not None:
+            # An earlier item of the turn may have come without its key.
+            self.current_as_issued = item_turn
+        return self.current_turn
 
-    def _begins_turn(self, turn: Message, issued: Message | None, kind: str) -> bool:
-        """Return True if an item begins a new turn, False if it is a part of the current `turn`.
+    def _begins_turn(self, current: Message, item_turn: Message | None, kind: str) -> bool:
+        """Return True if an item begins a new turn, False if it is a part of the current one.
 
-        `issued` is the answer of which we issued the item, or None. `kind` is the item's type.
+        `item_turn` is the turn that this server issued with the item in it, or None. `kind` is the
+        item's type.
         """
-        if issued is not None and self.issued is not None:
-            # We issued the item and the current turn. They may be one turn even if replies stand
-            # between: some clients put each reply right after its call.
-            return issued is not self.issued
-        if turn is not self.messages[-1]:  # a reply follows the turn
+        if item_turn is not None and self.current_as_issued is not None:
+            # This server issued both. They may be one turn even if replies stand between: some
+            # clients put each reply right after its call.
+            return item_turn is not self.current_as_issued
+        if current is not self.messages[-1]:  # a reply follows the turn
             return True
         # Reasoning comes first in a turn, so it begins a new one if this one has anything already.
-        is_empty = not turn["content"] and turn.keys() == {"role", "content"}
+        is_empty = not current["content"] and current.keys() == {"role", "content"}
         return kind == "reasoning" and not is_empty
 
 
@@ -404,11 +412,15 @@ def _join_text(content: Any, where: str) -> str:
 def output_items(
     message: Message, namespaces: Namespaces, status: str = "completed"
 ) -> list[dict[str, Any]]:
-    """Return an issued message as items: reasoning, text, calls."""
+    """Return an answer of this server as output items: reasoning, text, calls.
+
+    `message` holds the turn's handle, a random id, under HANDLE. The items' ids contain it, so that
+    the turn is found again when a client sends an item back.
+    """
     handle, items = message[HANDLE], []
     if "reasoning_content" in message:
         text = {"type": "reasoning_text", "text": message["reasoning_content"]}
-        items.append(_reasoning_item(handle, [text], handle))
+        items.append(_reasoning_item(handle, [text], is_complete=True))
     calls = message.get("tool_calls", ())
     if message["content"] or not calls:  # an answer has at least one message or call
         items.append(_message_item(handle, [_output_text(message["content"])], status))
@@ -417,19 +429,20 @@ def output_items(
 
 
 def _reasoning_item(
-    handle: str, content: list[dict[str, Any]], encrypted: str | None
+    handle: str, content: list[dict[str, Any]], *, is_complete: bool
 ) -> dict[str, Any]:
     """Return an item of reasoning.
 
-    `handle` names the issued turn. `encrypted` is None while the reasoning is streamed. Then it is
-    the handle too: clients send this field back unchanged, so that the turn is found again.
+    `handle` names the turn. `content` is a list of ``{"type": "reasoning_text", "text": …}``. A
+    complete item has the handle as `encrypted_content` too: clients send that field back unchanged,
+    so that the turn is found again. An item whose text is still being streamed has None there.
     """
     return {
         "id": f"rs_{handle}",
         "type": "reasoning",
         "summary": [],
         "content": content,
-        "encrypted_content": encrypted,
+        "encrypted_content": handle if is_complete else None,
     }
 
 
@@ -526,7 +539,8 @@ class ResponseWriter:
         handle = self.head.id
         for key, text in delta.items():
             if key == "reasoning_content":
-                yield from self._text_events(_reasoning_item(handle, [], None), text)
+                item = _reasoning_item(handle, [], is_complete=False)
+                yield from self._text_events(item, text)
             else:
                 yield from self._text_events(_message_item(handle, [], "in_progress"), text)
 

@@ -22,7 +22,7 @@ from agenttrain.utils.role_names import is_role
 from agenttrain.utils.text_templates import TextTemplate
 
 GROUP_FIELDS = ("question", "answers", "count", "instructions")
-"""Fields of a prompt besides the row's columns."""
+"""Fields of a prompt that `Ranking` fills in itself; all others are columns of the row."""
 BYTES_PER_TOKEN = 3
 """Bytes of UTF-8 that count as one token: the judge's tokenizer is not here. SmolLM2's tokens have
 2.8 to 3.8 of them in text and code, and 1.5 in lists of numbers."""
@@ -84,6 +84,7 @@ class Ranking:
     def __init__(
         self,
         *,
+        # Data is never reached over a network: of addresses, only ``role:<name>`` is data.
         url: Annotated[str | ChatBackend, DataWhere(is_role)],
         model: Data[str | None] = None,
         prompt: Data[str],
@@ -103,9 +104,11 @@ class Ranking:
         max_tokens: Data[int] = 1024,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Check the settings. Scores of a reply are from `low` to `high`.
+        """Check the settings; those of the judgement are explained at the class.
 
-        `extra` is sent along. `max_tokens` are those of a reply.
+        `url` is the address of a chat API, ``role:<name>`` for servers of the run, or a backend.
+        With `reply` ``scores``, scores are from `low` to `high`. The others are for requests, see
+        ChatApi. `extra` has further fields of a request's body, and `max_tokens` limits a reply.
         """
         self._api = ChatApi(
             url=url,

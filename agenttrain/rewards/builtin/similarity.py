@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
+from itertools import pairwise
 from typing import Any
 
 from agenttrain.rewards.builtin.answers import AnswerReward, as_text, assistant_messages
@@ -97,16 +98,25 @@ class TurnSimilarity:
         if isinstance(expected, str) or not expected:
             raise ValueError(f"the column {self._column!r} must list a text for each turn")
         answers = [message.get("content") or "" for message in assistant_messages(rollout)]
-        turn_power, mean_power = (self._power, 1.0) if self._each_turn else (1.0, self._power)
         total = 0.0
         for turn, text in enumerate(expected):
-            tag = self._tags[min(turn, len(self._tags) - 1)]
-            attempts = texts_in_tags(answers[turn], tag) if turn < len(answers) else []
-            scores = [similarity(_plain(attempt), _plain(text)) for attempt in attempts]
-            # An answer that is tried again must improve: repeating the tag gains nothing.
-            each_is_better = all(scores[i] < scores[i + 1] for i in range(len(scores) - 1))
-            total += scores[-1] ** turn_power if scores and each_is_better else 0.0
-        return (total / len(expected)) ** mean_power
+            tag = self._tags[min(turn, len(self._tags) - 1)]  # later turns have the last tag
+            answer = answers[turn] if turn < len(answers) else ""
+            score = _score_of_attempts(texts_in_tags(answer, tag), text)
+            total += score**self._power if self._each_turn else score
+        mean = total / len(expected)
+        return mean if self._each_turn else mean**self._power
+
+
+def _score_of_attempts(attempts: Sequence[str], expected: str) -> float:
+    """Return the similarity of the last attempt; 0 without one, or if one did not improve.
+
+    A turn may correct its answer by writing its tag again. Each attempt must then be better than
+    the one before, so that repeating the tag gains nothing.
+    """
+    scores = [similarity(_plain(attempt), _plain(expected)) for attempt in attempts]
+    each_is_better = all(earlier < later for earlier, later in pairwise(scores))
+    return scores[-1] if scores and each_is_better else 0.0
 
 
 def similarity(text: str, expected: str) -> float:
