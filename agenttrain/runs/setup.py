@@ -696,7 +696,7 @@ def rubric_of(
     servers that ``role:<name>`` stands for, if they run. Raises ValueError if the run hides an
     environment's reward, or uses one that does not exist.
     """
-    sections = reward_sections(config, rewarding=bool(rewarding))
+    sections = reward_sections(config, add_environment=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
     if rewarding and REWARD_TARGET not in targets:
         raise ValueError(
