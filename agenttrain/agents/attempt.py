@@ -31,6 +31,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
     MAIN,
+    AssistantTurn,
     Completion,
     Finish,
     Message,
@@ -486,14 +487,9 @@ class EndpointRollout:
             shown_turn = self.policy.chat.parse_text(
                 shown_text, question.schemas, turn=name, after=role
             )
-            # A call that the stop text cuts in two is malformed in `shown_turn`. The client must
-            # not take it for a call: without `text_arguments`, `issue` shows it as content.
-            client_message, shown_ids = issue(shown_turn, text_arguments=False, handle=head.id)
-            cut_message(client_message, question.stops)
-            # A call that goes on past the beginning of the stop text is not shown to the client,
-            # and has the id "". Such calls are the last of the turn.
-            hidden_ids = [""] * (len(turn.calls) - len(shown_ids))
-            call_ids = (*shown_ids, *hidden_ids)
+            client_message, call_ids = _issue_before_stop(
+                shown_turn, call_count=len(turn.calls), stops=question.stops, handle=head.id
+            )
         planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
@@ -685,6 +681,22 @@ class EndpointRollout:
                     error=call_error(call, parameters),
                 )
             )
+
+
+def _issue_before_stop(
+    shown_turn: AssistantTurn, *, call_count: int, stops: Sequence[str], handle: str
+) -> tuple[Message, tuple[str, ...]]:
+    """Return a turn that a stop text ended as the client gets it, and the ids of its calls.
+
+    `shown_turn` is parsed from the text before the stop text. The turn itself, parsed from all
+    tokens, has `call_count` calls. Those that the stop text hides are its last, and get the id "".
+    """
+    # A call that the stop text cuts in two is malformed in `shown_turn`, and must not be run.
+    # Without `text_arguments` it becomes a part of the content.
+    client_message, shown_ids = issue(shown_turn, text_arguments=False, handle=handle)
+    # Parsing may have joined parts of the content, between which a stop text appears.
+    cut_message(client_message, stops)
+    return client_message, (*shown_ids, *[""] * (call_count - len(shown_ids)))
 
 
 def _cut_completion(completion: Completion, end: int | None) -> Completion:

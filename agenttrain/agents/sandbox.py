@@ -83,6 +83,7 @@ def sandbox_command(
         files=FILES,
         home=visible.home,
         writable=(visible.home, "/tmp", "/var/tmp", "/run", "/dev/shm"),
+        # Single files, folders that are shown, and paths in these that are not.
         programs=sorted(visible.programs),
         shown=sorted(visible.shown),
         hidden=sorted(visible.hidden),
