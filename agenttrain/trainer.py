@@ -317,7 +317,8 @@ class Trainer:
         for evaluation in evaluations:
             name = f"{label}/{evaluation.label}"
             self.run.tracker.evaluation(name, step, evaluation.metrics())
-            # Warns and raises nothing, so the other processes, without rollouts, need not follow.
+            # The other processes have no rollouts to check. Unlike in `_check_guards` they need not
+            # wait for the first one: this check only warns, and stops no process.
             if self.guards is not None:
                 self.guards.check_evaluation(name, evaluation.rollouts, self.run.tracker.warn)
         # Before the first step there is no checkpoint to mark as the best.

@@ -197,7 +197,8 @@ class Task:
     messages: tuple[Message, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[str | RowTool, ...] | None = None
-    """Tools of its own, and names of the run's and its environment's; None: all of the latter."""
+    """Tools that the rollout has: a RowTool of the row, or the name of a tool of the run or of its
+    environments. None: all tools of the run and its environments, and none of the row."""
     user_turns: tuple[str, ...] = ()
     """Later messages of the user, one after each answer without a tool call."""
     source: str = ""
@@ -356,7 +357,8 @@ class ToolResult:
     reward: float | None = None
     """Value of the `TurnReward` that the tool returned; None: it returned another value."""
     executor: str | None = None
-    """Tool of the run that did the work of a row's own tool; None if the model called it itself."""
+    """Tool of the run that did the work if the model called a tool of the row (`RowTool.executor`).
+    None: the model called a tool of the run."""
     parts: tuple[str | Image, ...] = ()
     """Texts and images that the model reads in place of `content`; empty without an image."""
 
@@ -468,10 +470,13 @@ class ToolContext:
     ) -> Delegated:
         """Run the policy on `messages` in a context of its own; what it samples is trained too.
 
-        `tools` are names of tools of the run and of the row. `max_turns` and `max_tokens` (sampled
-        and tool tokens) default to `rollout.max_turns` and `rollout.max_completion_tokens`, and may
-        not exceed them. Raises ToolFailure if a limit on sub-agents ends it,
-        ToolUnavailable if it fails. Example: ``(await context.delegate([message])).content``
+        `tools` are names of tools of the run and of the row. `role` names the sub-agent in files
+        and in the viewer, e.g. "helper"; it is no role of a message. `max_turns` and `max_tokens`
+        (sampled and tool tokens) default to `rollout.max_turns` and
+        `rollout.max_completion_tokens`, and may not exceed them. Raises ToolFailure if a limit on
+        sub-agents ends it, ToolUnavailable if it fails.
+
+        Example: ``(await context.delegate([message])).content``
         """
         if self.run_policy is None:
             needs = "it needs a rollout, and an `async def` tool without isolation"
@@ -677,6 +682,14 @@ class Trajectory:
             raise LedgerError(f"{self.name}: parent=({parent}, {position}), but {problem}")
         return earlier[parent].token_ids[:position]
 
+    def _detach_from_parent(self) -> None:
+        """Make the context, which are ids of the parent, the beginning of a prompt of its own."""
+        prompt, spans = tuple(self._ids[: self.context_length]), self.spans
+        if spans and spans[0].origin is Origin.prompt:  # one prompt span, not two
+            prompt, spans = prompt + spans[0].token_ids, spans[1:]
+        self.spans = [Span(Origin.prompt, prompt), *spans]
+        self.parent = None
+
     @property
     def own_ids(self) -> array[int]:
         """[O] A copy of the ids of its own spans, which follow the context."""
@@ -818,18 +831,15 @@ class Rollout:
         for trajectory in kept:
             if trajectory.parent is None:
                 continue
-            parent, position = trajectory.parent
-            if parent in new_indices:
-                trajectory.parent = (new_indices[parent], position)
-                continue
-            prompt, spans = tuple(trajectory._ids[:position]), trajectory.spans
-            if spans and spans[0].origin is Origin.prompt:  # one prompt span, not two
-                prompt, spans = prompt + spans[0].token_ids, spans[1:]
-            trajectory.spans = [Span(Origin.prompt, prompt), *spans]
-            trajectory.parent = None
+            parent_index, context_length = trajectory.parent
+            if parent_index in new_indices:
+                trajectory.parent = (new_indices[parent_index], context_length)
+            else:
+                trajectory._detach_from_parent()
         for index, trajectory in enumerate(kept):
+            # The ids of its calls have the index that it had when they were made: keep that one.
             if trajectory.number is None and trajectory.index != index:
-                trajectory.number = trajectory.index  # part of its calls' ids, which stay
+                trajectory.number = trajectory.index
             trajectory.index = index
         self.trajectories = kept
 

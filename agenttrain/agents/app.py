@@ -190,7 +190,11 @@ class AnswerResponse(Response):
 
 
 def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
-    """Return the application. `find_open` returns the open rollout of a name, or None."""
+    """Return the application. `find_open` returns the open rollout of a name, or None.
+
+    Each handler but `refuse` finds its `OpenRollout`, the `entry`, by the name in the address:
+    `entry.rollout` answers requests, and `entry.replays` keeps the answers for repeated requests.
+    """
 
     async def complete(request: Request, dialect: WireDialect) -> Response:
         """Answer a request for a completion, in the form of the API that `dialect` speaks."""
@@ -201,15 +205,13 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         except (RequestError, RecursionError) as error:
             entry.rollout.refuse(request_error(error))
             raise
-        # OpenAI's and Anthropic's clients count their retries in this header. Any client may send
-        # it, with text or a number of any length.
-        retries = request.headers.get("x-stainless-retry-count", "0")
-        is_retry = retries.isdecimal() and bool(retries.strip("0"))
+        # A client that lost its connection sends its request again, and gets the answer that was
+        # sampled the first time. `sample` is called only for a request that is new.
         delivery = entry.replays.deliver(
             request.scope["path"],  # `request.url` would be put together for each request
             body,
             key=request.headers.get("idempotency-key"),
-            retry=is_retry,
+            retry=_is_retry(request),
             sample=lambda: entry.rollout.answer(question, text_arguments=dialect.text_arguments),
         )
         return AnswerResponse(entry, delivery, dialect, question)
@@ -258,7 +260,9 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         problem = request_error(error)
         if problem.status in (404, 405) and isinstance(error, HTTPException):
             problem = unknown_route(request, problem.status)
-        dialect = DIALECTS["messages" if "/messages" in request.url.path else "chat/completions"]
+        # OpenAI's two APIs have errors of the same form.
+        is_anthropic = "/messages" in request.url.path
+        dialect = DIALECTS["messages" if is_anthropic else "chat/completions"]
         return JSONResponse(dialect.error(problem), status_code=problem.status)
 
     # Also without /v1: a client may have the rollout's address itself as its base URL.
@@ -278,6 +282,16 @@ def build_app(find_open: Callable[[str], OpenRollout | None]) -> Starlette:
         ],
         exception_handlers=dict.fromkeys(ANSWERED_ERRORS, refuse),
     )
+
+
+def _is_retry(request: Request) -> bool:
+    """Return True if a client of OpenAI or Anthropic says that it has sent the request before.
+
+    They count from 0 in a header. `int` does not read it here: any client may send the header, with
+    text or with so many digits that `int` fails.
+    """
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return count.isdecimal() and count.strip("0") != ""
 
 
 async def _parse_question(body: bytes, dialect: WireDialect, entry: OpenRollout) -> Question:

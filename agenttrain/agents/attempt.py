@@ -31,6 +31,7 @@ from agenttrain.engines.config import Sampling
 from agenttrain.rollout.config import RolloutConfig, RolloutRequest
 from agenttrain.types import (
     MAIN,
+    AssistantTurn,
     Completion,
     Finish,
     Message,
@@ -90,12 +91,15 @@ class _PlannedRequest:
     """The result of `_plan`: a request, the turn that it continues, and the ids to sample from."""
 
     transcript: Transcript
+    """The transcript that gets the turn: the policy's, or that of frozen models."""
     messages: list[Message]
-    """Its messages in the order of the calls."""
+    """Messages of the request. Replies of tools are in the order of the calls that they answer."""
     tools: bytes
     """Digest of its tools."""
     match: Match[AgentTurn]
+    """The issued turn that it continues, if any, and the messages after it."""
     plan: Plan
+    """The ids to sample from, and the trajectory that gets them."""
 
 
 class EndpointRollout:
@@ -247,21 +251,23 @@ class EndpointRollout:
     async def close(self) -> Rollout:
         """Release the engine's sessions. Return the rollout, complete with counts and results.
 
-        Its trajectories are then those that are trained.
+        Its trajectories are then those that are trained. `Rollout.untrained` has the messages of
+        all other conversations: those that `agent.train` leaves out, and those with frozen models.
         """
         self._closed = True
         for transcript in (self.untrained, self.trained):
             for session in reversed(transcript.sessions):
                 if session != self.request.rollout_id:
                     await self.policy.engine.release(session)
-        # Last: this session is the parent of the others, which an engine may decode in its place.
+        # The rollout's first session comes last, because it is the parent of the others: an engine
+        # with a fixed number of places decodes them in its place.
         await self.policy.engine.release(self.request.rollout_id)
-        if self.trained.conversations:
+        if self.trained.conversation_numbers:
             self._complete_trained()
-        frozen = _untrained_conversations(
-            self.untrained, set(self.untrained.conversations), frozen=True
+        conversations_with_frozen = _untrained_conversations(
+            self.untrained, set(self.untrained.conversation_numbers), frozen=True
         )
-        self.rollout.untrained += tuple(frozen)
+        self.rollout.untrained += tuple(conversations_with_frozen)
         if self._respelled:
             self.counts["agent/respelled_calls"] = len(self._respelled)
         self.rollout.counts = dict(self.counts)
@@ -275,14 +281,14 @@ class EndpointRollout:
         transcript, rollout = self.trained, self.rollout
         main = transcript.main_conversation()
         for index, trajectory in enumerate(rollout.trajectories):
-            trajectory.role = MAIN if transcript.conversations[index] == main else SIDE
+            trajectory.role = MAIN if transcript.conversation_numbers[index] == main else SIDE
         trained = transcript.trained_conversations(self.settings.train)
         trained_indices = set(transcript.indices_of(trained))
         turns = [turn for turn in transcript.issued.turns if turn.trajectory in trained_indices]
         self.is_cut = bool(turns) and turns[-1].finish is Finish.length
         rollout.tool_results = self._results_of(turns)
         self.counts["agent/conversations"] = len(trained)
-        not_trained = set(transcript.conversations) - trained
+        not_trained = set(transcript.conversation_numbers) - trained
         rollout.untrained = tuple(_untrained_conversations(transcript, not_trained, frozen=False))
         if not_trained:
             rollout.keep_trajectories(trained_indices)
@@ -353,13 +359,14 @@ class EndpointRollout:
     def _check_sampling(self, question: Question, is_frozen: bool) -> None:
         """Raise RequestError for a field that would change samples or prompts.
 
-        With agent.on_sampling=override the request is counted instead. Samples of a frozen model
-        are not trained, so that it may have a temperature of its own.
+        With agent.on_sampling=override the request is counted instead, and its fields are ignored.
+        A frozen model may have any temperature, top_p, top_k and min_p: it is not trained.
         """
-        ours = self.request.sampling
-        # Values that change nothing: the rollout's, those that turn a filter off, and
-        # `rollout.temperature` in evals too, whose rollouts have a temperature of their own.
-        neutral: dict[str, tuple[object, ...]] = {
+        ours = self.request.sampling  # the temperature and filters of the rollout
+        # Values that a request for the policy may have: the rollout's own, and those that turn a
+        # filter off. In an eval, `ours` has the temperature of the eval. An agent that sends
+        # `rollout.temperature`, as it does in training, is not refused there: it is ignored.
+        accepted_values: dict[str, tuple[object, ...]] = {
             "temperature": (ours.temperature, self.policy.limits.temperature),
             "top_p": (ours.top_p, 1),
             "top_k": (ours.top_k, 0, -1),
@@ -367,11 +374,10 @@ class EndpointRollout:
         }
         if is_frozen:
             validate(SamplingFields, question.sampling)  # raises for values out of bounds
-        free_names = neutral.keys() if is_frozen else ()
         changing = {
             name: value
             for name, value in question.sampling.items()
-            if name not in free_names and value not in neutral.get(name, ())
+            if name not in accepted_values or (not is_frozen and value not in accepted_values[name])
         }
         if not changing:
             return
@@ -379,7 +385,7 @@ class EndpointRollout:
             self.counts["agent/overridden"] += 1
             return
         name, value = next(iter(changing.items()))
-        if name in neutral or name == "seed":
+        if name in accepted_values or name == "seed":
             reason = (
                 f"the run samples from its policy at temperature {ours.temperature:g}, and other "
                 "samples would bias what it learns"
@@ -397,25 +403,22 @@ class EndpointRollout:
     async def _sample(
         self, transcript: Transcript, question: Question, text_arguments: bool
     ) -> Answer:
-        """Sample a turn, at the end of a trajectory or of a new one, and return it as an answer."""
+        """Sample a turn, which extends a trajectory or begins one, and return it as an answer.
+
+        Other requests may be planned or sampled while this one is sampled. They see it by two
+        marks: `_in_engine` has its session, and `Transcript.growing` its trajectory.
+        """
         async with self._transcript_lock:
             self._check_open()
             planned = await call_in_thread_if_large(question.size, self._plan, transcript, question)
             self._check_open()  # a large request was planned in a thread, and time has passed
-            # Nothing else runs between the plan and the request to the engine: no `await`.
+            # No `await` from here until the marks are set: no other request may come in between.
             plan = planned.plan
             budget = self._budget(transcript, plan, question.max_tokens)
-            if planned.match.ambiguous:
-                self.counts["agent/ambiguous"] += 1
-            if question.left_out:
-                self.counts["agent/hosted_tools"] += question.left_out
-            if plan.restart is not None:
-                self.counts[f"agent/restarts/{plan.restart}"] += 1
-                self.policy.on_restart(plan.restart, self.request.rollout_id, plan.difference)
-            self.policy.on_request(plan.session, question)
-            if transcript.trained:
+            self._report_request(planned, question)
+            if transcript.trained:  # so that it counts towards rollout.max_turns
                 self._in_engine.add(plan.session)
-            if plan.extends is not None:
+            if plan.extends is not None:  # so that an equal request branches off from it
                 transcript.growing.add(plan.extends.index)
         try:
             completion, shown_text = await self._generate(transcript, plan, budget, question)
@@ -425,6 +428,18 @@ class EndpointRollout:
             self._in_engine.discard(plan.session)
             if plan.extends is not None:
                 transcript.growing.discard(plan.extends.index)
+
+    def _report_request(self, planned: _PlannedRequest, question: Question) -> None:
+        """Count what is special about a request, and call the policy's hooks."""
+        plan = planned.plan
+        if planned.match.ambiguous:  # it continues several turns that are equal
+            self.counts["agent/ambiguous"] += 1
+        if question.left_out:
+            self.counts["agent/hosted_tools"] += question.left_out
+        if plan.restart is not None:  # it rewrites the conversation before it
+            self.counts[f"agent/restarts/{plan.restart}"] += 1
+            self.policy.on_restart(plan.restart, self.request.rollout_id, plan.difference)
+        self.policy.on_request(plan.session, question)
 
     def _plan(self, transcript: Transcript, question: Question) -> _PlannedRequest:
         """Find the turn that a request continues, if any, and plan the ids to sample from.
@@ -472,14 +487,9 @@ class EndpointRollout:
             shown_turn = self.policy.chat.parse_text(
                 shown_text, question.schemas, turn=name, after=role
             )
-            # Not as text, even if the API's arguments are: a call that the stop text cuts off
-            # becomes part of the content.
-            client_message, shown_ids = issue(shown_turn, text_arguments=False, handle=head.id)
-            cut_message(client_message, question.stops)
-            # A call that goes on past the beginning of the stop text is not shown to the client,
-            # and has the id "". Such calls are the last of the turn.
-            hidden_ids = [""] * (len(turn.calls) - len(shown_ids))
-            call_ids = (*shown_ids, *hidden_ids)
+            client_message, call_ids = _issue_before_stop(
+                shown_turn, call_count=len(turn.calls), stops=question.stops, handle=head.id
+            )
         planned.transcript.issued.add(
             AgentTurn(
                 trajectory=trajectory.index,
@@ -522,7 +532,7 @@ class EndpointRollout:
                 code="context_length_exceeded",
             )
         remaining_tokens = context_tokens
-        if transcript.trained:
+        if transcript.trained:  # turns of a frozen model are no part of the rollout: no budget
             # All trajectories of a rollout share its budget. Replies count too, prompts do not.
             spent = sum(
                 len(span.token_ids)
@@ -537,7 +547,7 @@ class EndpointRollout:
                     StopReason.max_tokens,
                     f"rollout.max_completion_tokens={limits.max_completion_tokens} are spent",
                 )
-                self._check_open()
+                self._check_open()  # raises, because the rollout has ended
         asked_tokens = max_tokens or context_tokens
         return min(limits.max_turn_tokens, remaining_tokens, context_tokens, asked_tokens)
 
@@ -632,7 +642,7 @@ class EndpointRollout:
         transcript, plan = planned.transcript, planned.plan
         rollout = transcript.rollout
         # Provisional: `_complete_trained` sets the roles once all conversations are known.
-        role = SIDE if transcript.conversations else MAIN
+        role = SIDE if transcript.conversation_numbers else MAIN
         if not rollout.trajectories[0].spans:
             trajectory = rollout.trajectories[0]
         elif plan.parent is not None:
@@ -646,7 +656,7 @@ class EndpointRollout:
         # second to be recorded finds the turn of the first, and gets its conversation.
         conversation = transcript.conversation_of(planned.messages, planned.match)
         # These lists have an entry for each trajectory, at its index.
-        transcript.conversations.append(conversation)
+        transcript.conversation_numbers.append(conversation)
         transcript.models.append(question.model)
         transcript.sessions.append(plan.session)
         transcript.seeds.append(plan.seed)
@@ -671,6 +681,22 @@ class EndpointRollout:
                     error=call_error(call, parameters),
                 )
             )
+
+
+def _issue_before_stop(
+    shown_turn: AssistantTurn, *, call_count: int, stops: Sequence[str], handle: str
+) -> tuple[Message, tuple[str, ...]]:
+    """Return a turn that a stop text ended as the client gets it, and the ids of its calls.
+
+    `shown_turn` is parsed from the text before the stop text. The turn itself, parsed from all
+    tokens, has `call_count` calls. Those that the stop text hides are its last, and get the id "".
+    """
+    # A call that the stop text cuts in two is malformed in `shown_turn`, and must not be run.
+    # Without `text_arguments` it becomes a part of the content.
+    client_message, shown_ids = issue(shown_turn, text_arguments=False, handle=handle)
+    # Parsing may have joined parts of the content, between which a stop text appears.
+    cut_message(client_message, stops)
+    return client_message, (*shown_ids, *[""] * (call_count - len(shown_ids)))
 
 
 def _cut_completion(completion: Completion, end: int | None) -> Completion:

@@ -101,14 +101,14 @@ def make_command(command: Callable[[], Sequence[str]]) -> Sequence[str]:
 
 
 def parse_result(line: str | bytes) -> dict[str, Any] | None:
-    """Return a line's JSON object, or None. Raises AgentFailed for JSON that cannot be read."""
+    """Return a line's JSON object, or None. Raises AgentFailed for JSON that Python cannot load."""
     try:
         result = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except (json.JSONDecodeError, UnicodeDecodeError):  # no JSON: a line of ordinary output
         return None
     except RecursionError as error:
         raise AgentFailed("printed a line of JSON that is nested too deeply to be read") from error
-    except ValueError as error:
+    except ValueError as error:  # a number of more than 4300 digits, which `int` refuses
         raise AgentFailed(f"printed a line of JSON that cannot be read: {error}") from error
     return result if isinstance(result, dict) else None
 

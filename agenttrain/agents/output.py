@@ -34,8 +34,9 @@ class BoundedLog:
         self._tail = bytearray()
         """The last TAIL_BYTES of the output."""
         self._bytes_past_beginning = 0
-        """Bytes of output after the `limit`, which only `_tail` keeps."""
+        """Bytes of output after the `limit`. `close` writes the end of them, from `_tail`."""
         self._stopped = False
+        """True: nothing more is written to the file, because it was closed or a write failed."""
         if not append:
             with suppress(OSError):
                 path.unlink()

@@ -68,13 +68,14 @@ class RequestPlanner:
         match: Match[AgentTurn],
     ) -> Plan:
         """Plan to continue the matched turn, or else to render a prompt. Raises RequestError."""
-        turn = match.turn
-        # For a request that continues no turn: how it differs from the turns issued before.
-        _, restart, difference = find_relation(messages, transcript.issued.turns, match)
-        if turn is not None:
+        restart: Restart | None
+        if match.turn is not None:
             with suppress(ChatError):  # a role that the template refuses after an answer
-                return self._continue_turn(transcript, turn, match)
+                return self._continue_turn(transcript, match.turn, match)
             restart, difference = Restart.edited, "the template refuses them behind a turn"
+        else:
+            # None and "" for a new conversation, else how the client has rewritten an earlier one.
+            _, restart, difference = find_relation(messages, transcript.issued.turns, match)
         shown_messages, ids = self.render(messages, schemas)
         # Branch from the trajectory with the longest common prefix.
         longest, parent = 0, 0

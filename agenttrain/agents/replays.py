@@ -37,11 +37,11 @@ class Replays:
     again, because the rollout would get a turn that the client never saw.
 
     A replay has an earlier Idempotency-Key, or says that it is a retry of an equal body, or equals
-    a request whose answer no client was sent in full, or, with `joins`, equals one in flight. Any
-    other request is a new sample.
+    a request whose answer no client was sent in full, or, with `joins_in_flight`, equals one in
+    flight. Any other request is a new sample.
     """
 
-    joins: bool = False
+    joins_in_flight: bool = False
     """`Agents` sets it where a run has to repeat bit for bit. Without it a request that equals one
     in flight is a sample of its own, because an agent may ask for several."""
     _by_key: dict[str, Delivery] = field(default_factory=dict)
@@ -67,18 +67,15 @@ class Replays:
         """
         digest = hashlib.sha256(path.encode() + b"\n" + body).digest()
         if key is not None and key in self._by_key:
-            delivery = self._by_key[key]
-            if delivery.digest != digest:
+            delivery_of_key = self._by_key[key]
+            if delivery_of_key.digest != digest:
                 raise RequestError(
                     f"Idempotency-Key={key}: was sent with another body; use a new key",
                     code="idempotency_error",
                 )
-            return delivery
-        earlier = self._by_body.get(digest)
-        is_in_flight = earlier is not None and not earlier.task.done()
-        if earlier is not None and (retry or earlier.lost or (self.joins and is_in_flight)):
-            delivery = earlier
-        else:
+            return delivery_of_key
+        delivery = self._find_replayed(digest, is_retry=retry)
+        if delivery is None:
             delivery = Delivery(digest=digest, task=asyncio.ensure_future(sample()))
             self._by_body.pop(digest, None)  # so that the new one comes last
             self._by_body[digest] = delivery
@@ -88,6 +85,16 @@ class Replays:
         if key is not None:
             self._by_key[key] = delivery
         return delivery
+
+    def _find_replayed(self, digest: bytes, *, is_retry: bool) -> Delivery | None:
+        """Return the delivery of an equal request that this one repeats; None for a new sample."""
+        earlier = self._by_body.get(digest)
+        if earlier is None:
+            return None
+        # Nobody has the answer or waits for it: the client asks again, without saying so.
+        answer_was_lost = earlier.lost
+        joins = self.joins_in_flight and not earlier.task.done()
+        return earlier if is_retry or answer_was_lost or joins else None
 
     def _forget_failed(self, delivery: Delivery) -> None:
         """Forget a delivery whose answer failed, so that an equal request samples again."""

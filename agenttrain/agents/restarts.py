@@ -42,14 +42,22 @@ class Relation(NamedTuple):
 
 
 def find_relation(messages: Sequence[Message], turns: Sequence[T], match: Match[T]) -> Relation:
-    """Return how a request relates to the turns that were issued, the oldest first."""
+    """Return how a request relates to the turns that were issued (`turns`, the oldest first).
+
+    It continues the turn of `match`, begins a new conversation, or repeats an earlier conversation
+    with a difference. Examples::
+
+        Relation(2)                                       continues turn 2
+        Relation(None)                                    a new conversation
+        Relation(2, Restart.edited, "message 1 (user)…")  repeats turn 2's conversation otherwise
+    """
     if match.turn is not None:
         return Relation(turns.index(match.turn))
     nearest = _most_likely_turn(messages, turns)
     if nearest is None:
         return Relation(None)
     position = turns.index(nearest)
-    if match.other_tools:
+    if match.other_tools:  # the messages are equal, and only the definitions of the tools differ
         return Relation(position, Restart.tools, "the definitions of the tools")
     return Relation(position, *first_difference(messages, nearest.conversation))
 

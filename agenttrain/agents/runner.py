@@ -61,7 +61,8 @@ it again."""
 MOST_FORMS = 256
 """Tools and forms of requests whose check is remembered."""
 _FormKey = tuple[str, str | None, bool]
-"""A request's tools as JSON, the schema that its form demands, and whether grammars are used."""
+"""A request's tools and the JSON schema that its answer must fit, both as JSON, and True if the
+engine samples under grammars."""
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all of a machine, mapped to one by which it can be reached."""
 
@@ -180,10 +181,14 @@ class LoopServer(uvicorn.Server):
 
 
 class Agents:
-    """The endpoint of a run and the agents that use it.
+    """The endpoint of a run, an HTTP server, and the agents that use it.
 
     The process that makes the rollouts has one, in its event loop. Call `attempt` for each rollout,
     many at once, and `aclose` at last. The first attempt starts the endpoint.
+
+    An attempt gives the rollout an address in the endpoint (`_open_rollout`) and a container if
+    there are `machines`, runs the agent (`_run_agent`), and decides why the rollout ended
+    (`_stop_reason`). Meanwhile `EndpointRollout` answers the agent's requests.
     """
 
     def __init__(
@@ -197,11 +202,16 @@ class Agents:
         on_request: Callable[[str, Question], None] | None = None,
         on_restart: Callable[[Restart, str, str], None] | None = None,
     ) -> None:
-        """`folder` gets the agents' output. `on_request` and `on_restart` are `ServedPolicy`'s.
+        """`folder` gets the agents' output.
 
-        With `machines` each rollout has a container, in which `command` runs. Without `on_restart`
-        the first restart of each kind is a warning. Raises ValueError for a function that does not
-        exist.
+        With `lockstep` a run repeats bit for bit: the requests of a rollout are answered one after
+        the other. With `machines` each rollout has a container, in which `command` runs.
+
+        `on_request` is called before each turn is sampled, with the engine's session and the
+        request. `on_restart` is called if a client has rewritten its conversation, with the kind,
+        the rollout's id and the first difference. None: the first of each kind is a warning.
+
+        Raises ValueError for a function that does not exist.
         """
         self.settings, self.chat = settings, chat
         self._on_request = on_request or (lambda session, question: None)
@@ -209,19 +219,23 @@ class Agents:
         self.folder, self.lockstep = folder, lockstep
         self._machines = machines
         self._agent = make_agent(settings, folder, self._command, machines)
-        self._gate = asyncio.Semaphore(settings.concurrency)
+        self._attempt_slots = asyncio.Semaphore(settings.concurrency)
         self._open: dict[str, OpenRollout] = {}
         """Rollouts that requests may still reach, by the name in their address."""
         self._app = build_app(self._open.get)
         self._form_problems: OrderedDict[_FormKey, tuple[str, str] | None] = OrderedDict()
-        """The parameter at fault and the problem of a request's tools or form. None: no problem."""
+        """Results of `form_problem`: the parameter of the request at fault, and what is wrong with
+        it. None: the tools and the form of the answer are possible."""
         self._certified = CertifiedTools(chat)
         self._warned_of: set[Restart] = set()
         self._socket_folder: TemporaryFolder | None = None
         """Folder of the socket by which sandboxes reach the endpoint."""
         self._server: LoopServer | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._starting, self._certifying = asyncio.Lock(), asyncio.Lock()
+        self._endpoint_lock = asyncio.Lock()
+        """Held while the endpoint starts: only the first attempt starts it."""
+        self._certifying_lock = asyncio.Lock()
+        """Held while a request's tools and form are checked in a thread, one request at a time."""
         self.address = ""
         """Address of the endpoint, e.g. ``http://127.0.0.1:4711``."""
         policy_names = [name for name, kind in settings.models.items() if kind is Served.policy]
@@ -239,7 +253,7 @@ class Agents:
 
         `parsed` is called with each parsed turn, as `ParsedTurns.record`.
         """
-        async with self._gate:
+        async with self._attempt_slots:
             await self._start_endpoint()
             entry = self._open_rollout(request, engine, limits, parsed)
             endpoint_rollout = entry.rollout  # the agent's requests, which make the `Rollout`
@@ -290,7 +304,7 @@ class Agents:
         entry = OpenRollout(rollout=endpoint_rollout)
         # In lockstep a run has to repeat bit for bit. Without this, an equal request would be
         # sampled anew if it came before the answer of the first was written, which is chance.
-        entry.replays.joins = self.lockstep
+        entry.replays.joins_in_flight = self.lockstep
         if isinstance(self._agent, ExternalAgent):
             # Somebody else's process: only its connection shows that it has ended.
             text = "the client went away before its answer was complete, and did not come back"
@@ -430,9 +444,10 @@ class Agents:
                 return reason, text
             # After a limit its next request gets an error, on which an agent may fail.
             return reason, None if failure is None else f"{text}, and {failure}"
-        # An agent that did not fail and called /finish got over the error of its last request.
-        got_over_it = has_finished and failure is None
-        if endpoint_rollout.refused is not None and not got_over_it:
+        # An agent that calls /finish after a refused request, and does not fail, has ended as it
+        # wanted to: the refusal is not why.
+        ended_as_planned = has_finished and failure is None
+        if endpoint_rollout.refused is not None and not ended_as_planned:
             reason, text = endpoint_rollout.refused
             is_error = reason is StopReason.error or not has_turns
             return reason, text if is_error else None
@@ -458,7 +473,7 @@ class Agents:
 
     async def _start_endpoint(self) -> None:
         """Start the endpoint, if it is not running."""
-        async with self._starting:
+        async with self._endpoint_lock:
             if self._server is not None:
                 return
             host = self.settings.host
@@ -515,7 +530,7 @@ class Agents:
             return no_grammar_error(form)
         key = (question.schemas_json, form.schema, structured)
         if key not in self._form_problems:
-            async with self._certifying:
+            async with self._certifying_lock:
                 if key not in self._form_problems:  # another request may have done it meanwhile
                     problem = await asyncio.to_thread(
                         form_problem, self._certified, question, structured
@@ -569,9 +584,10 @@ def no_grammar_error(form: AnswerForm) -> RequestError:
 def form_problem(
     certified: CertifiedTools, question: Question, structured: bool
 ) -> tuple[str, str] | None:
-    """Return the parameter of a request that cannot be honoured, and why, or None if all can be.
+    """Return the first parameter of a request that cannot be honoured, and why; None: all can be.
 
-    `structured` says that the engine samples under grammars: then each needs a grammar.
+    It is "tools" or "response_format". `structured` says that the engine samples under grammars.
+    Then the parameters of each tool, and the schema of the answer, must have a grammar too.
     """
     chat = certified.chat
     if question.schemas and (problem := tools_problem(certified, question.schemas)):
@@ -580,10 +596,11 @@ def form_problem(
         return None
     if question.form.schema is not None:
         try:
-            ArgumentSchema(json.loads(question.form.schema))
+            ArgumentSchema(json.loads(question.form.schema))  # raises for an invalid schema
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             return "response_format", str(error)
-        # The schema alone: results are kept for a schema, whatever call a request demands too.
+        # Without the form's `call` and `tool`: `Agents` keeps the result for all requests with this
+        # schema, whichever call they demand.
         form = AnswerForm(schema=question.form.schema)
         if problem := grammar_problem(chat.grammar([], form=form)):
             return "response_format", f"no grammar can be made of its schema: {problem}"

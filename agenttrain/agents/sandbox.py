@@ -39,11 +39,14 @@ ETC = (
 
 
 def check_sandbox(settings: AgentConfig) -> None:
-    """Raise ValueError unless a sandbox can be made here, and show what the agent needs."""
+    """Raise ValueError unless a sandbox can be made here, and its user can read the agent's script.
+
+    It runs a program in a sandbox, because namespaces fail for many reasons.
+    """
     key = f"agent.sandbox={settings.sandbox}"
     try:
-        user = next_user()
-        bubblewrap(user)
+        user = next_user()  # None unless this process is root
+        bubblewrap(user)  # raises FileNotFoundError if it is not installed
         problem = _probe_problem(settings)
     except FileNotFoundError as error:
         raise ValueError(
@@ -55,7 +58,7 @@ def check_sandbox(settings: AgentConfig) -> None:
     if problem:
         raise ValueError(f"{key}: no sandbox can be made here: {problem}; leave agent.sandbox out")
     script = next(filter(os.path.isfile, settings.command), None)
-    # `user` is the other user that root's agents run as. 0o004: everybody may read the file.
+    # Root's agents run as another user. 0o004: everybody may read the file.
     if script is not None and user is not None and not os.stat(script).st_mode & 0o004:
         raise ValueError(
             f"agent.command: {script}: only its owner can read it, and the agents of a run that "
@@ -66,15 +69,21 @@ def check_sandbox(settings: AgentConfig) -> None:
 def sandbox_command(
     settings: AgentConfig, *, socket: Path | None = None, port: int = 0
 ) -> list[str]:
-    """Return the words before a command that run it in a sandbox. Raises ValueError."""
+    """Return the words before a command that run it in a sandbox. Raises ValueError.
+
+    bubblewrap starts `inside.main` in new namespaces. That builds the file system of `Root`, and
+    starts the command. With `socket`, the endpoint's, the command reaches it on 127.0.0.1:`port`.
+    """
     visible, user = visible_files(settings.command, settings.read), next_user()
     root = Root(
-        # The file system lies in memory, so its hard limit is memory_mb. The first process ends
-        # everything at the smaller disk_mb, with a reason.
+        # Not settings.disk_mb: at this limit writes only fail. The first process watches
+        # settings.disk_mb, which is smaller, and ends the sandbox there with a reason. The file
+        # system lies in memory, so it cannot exceed memory_mb.
         disk_mb=settings.memory_mb,
         files=FILES,
         home=visible.home,
         writable=(visible.home, "/tmp", "/var/tmp", "/run", "/dev/shm"),
+        # Single files, folders that are shown, and paths in these that are not.
         programs=sorted(visible.programs),
         shown=sorted(visible.shown),
         hidden=sorted(visible.hidden),

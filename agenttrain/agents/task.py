@@ -19,7 +19,7 @@ MODEL_VARIABLES = (
 )
 """Environment variables in which programs look for the name of their model."""
 SMALL_MODEL_VARIABLES = ("ANTHROPIC_SMALL_FAST_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
-"""Those for the model of titles and the like."""
+"""Those for a program's small model: a cheap one for side work such as titles."""
 
 
 class AgentFailed(AgenttrainError):
@@ -62,7 +62,8 @@ class AgentTask:
     model: str
     """Name of the policy in requests."""
     has_frozen: bool = False
-    """`agent.models` has frozen models: programs ask for their own small model."""
+    """True if `agent.models` has frozen models, which answer but are not trained. A program's small
+    model may be one of them, so `environment` does not replace its name by the policy's."""
     machine: RolloutMachine | None = field(default=None, repr=False)
     """Container of the rollout, for a function that runs commands; None with runtime=bwrap."""
     transport: Callable[[], EndpointTransport] | None = field(default=None, repr=False)
@@ -109,17 +110,19 @@ class AgentTask:
         except (TypeError, ValueError, RecursionError) as error:
             raise AgentFailed(f"cannot be sent its task as JSON: {error}") from error
 
-    def environment(self, of_agent: Mapping[str, str]) -> dict[str, str]:
-        """Return a program's environment: `of_agent`, and how it finds the policy.
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Return a program's environment: the `inherited` variables, and how it finds the policy.
 
-        Names of models in `of_agent` stay, because `agent.models` says which of them is the policy.
+        A name of a model in `inherited` stays, because `agent.models` says what it stands for. The
+        other MODEL_VARIABLES get the policy's name. With frozen models those of the small model (a
+        program's cheap model for side work) are not set, because it may be a frozen one.
         """
-        # With frozen models the small model may be one of them: the program names it itself.
         left_to_program = SMALL_MODEL_VARIABLES if self.has_frozen else ()
         variables = [name for name in MODEL_VARIABLES if name not in left_to_program]
+        # The base URL of OpenAI's clients ends in /v1. Anthropic's clients append /v1 themselves.
         return {
             **dict.fromkeys(variables, self.model),
-            **of_agent,
+            **inherited,
             "AGENTTRAIN_URL": self.url,
             "AGENTTRAIN_ROLLOUT": self.rollout_id,
             "AGENTTRAIN_MODEL": self.model,

@@ -34,8 +34,9 @@ class Transcript:
     """A rollout with the turns that were issued to its agent.
 
     A conversation of the agent may have several trajectories: where the client rewrites its
-    history, a new trajectory begins. Conversations are numbered from 0. Lists have an entry for
-    each trajectory.
+    history, a restart, a new trajectory begins. Conversations are numbered from 0. Lists have an
+    entry for each trajectory. Example: two conversations, of which the first was restarted, have
+    three trajectories with ``conversation_numbers=[0, 1, 0]``.
     """
 
     rollout: Rollout
@@ -50,14 +51,15 @@ class Transcript:
     """Seed of each trajectory."""
     growing: set[int] = field(default_factory=set)
     """Trajectories that a request in flight extends."""
-    conversations: list[int] = field(default_factory=list)
-    """Number of the conversation of each trajectory: a restart has that of what it repeats."""
+    conversation_numbers: list[int] = field(default_factory=list)
+    """Number of the conversation of each trajectory. A restart keeps its conversation's number."""
     models: list[str | None] = field(default_factory=list)
     """Name of the model that each trajectory's first request asked for."""
     openings: Counter[str] = field(default_factory=Counter)
-    """Digest of the ids with which trajectories began, mapped to the number of trajectories."""
+    """Digest of a prompt's ids -> number of trajectories that began with them. Seeds need it."""
     trajectory_count: int = 0
-    """Trajectories that were planned, some of which may not have begun yet."""
+    """Trajectories that have a name and a seed. The newest may not be in `rollout` yet, because a
+    trajectory is added to it only after its first turn was sampled."""
 
     def is_tail(self, turn: AgentTurn) -> bool:
         """Return True if nothing follows a turn in its trajectory, and nothing is about to."""
@@ -68,20 +70,20 @@ class Transcript:
         """Return the number of the conversation of a request's messages: a new one if it is new."""
         position = find_relation(messages, self.issued.turns, match).position
         if position is None:
-            return max(self.conversations, default=-1) + 1
-        return self.conversations[self.issued.turns[position].trajectory]
+            return max(self.conversation_numbers, default=-1) + 1
+        return self.conversation_numbers[self.issued.turns[position].trajectory]
 
     def indices_of(self, conversations: Collection[int]) -> list[int]:
         """Return the indices of the trajectories of some conversations."""
-        return [i for i, number in enumerate(self.conversations) if number in conversations]
+        return [i for i, number in enumerate(self.conversation_numbers) if number in conversations]
 
     def trained_conversations(self, trained: Trained) -> set[int]:
-        """Return the conversations that are trained; a later request may change which they are.
+        """Return the numbers of the conversations that are trained.
 
         `trained` is the setting `agent.train`. With `agents` they are those with tools, or all if
-        none has any.
+        none has any, so that a later request may change the result.
         """
-        numbers = set(self.conversations)
+        numbers = set(self.conversation_numbers)
         if trained is Trained.all or len(numbers) < 2:
             return numbers
         if trained is Trained.main:
@@ -92,11 +94,11 @@ class Transcript:
     def main_conversation(self) -> int:
         """Return the number of the conversation that attempts the task.
 
-        One with tools goes before one without, and then one whose opening holds the task's prompt
-        before one whose opening does not. Of equal ones it is the first to begin.
+        A conversation with tools goes before any without. Between two that are equal in this, one
+        whose opening holds the task's prompt goes first, and then the one that began first.
         """
-        # `conversations` has the number of each trajectory's conversation: drop the repetitions.
-        numbers_in_order = dict.fromkeys(self.conversations)
+        # Each number once: a conversation may have several trajectories.
+        numbers_in_order = dict.fromkeys(self.conversation_numbers)
         # `max` returns the first of those that are equal.
         return max(
             numbers_in_order,
@@ -109,7 +111,7 @@ class Transcript:
 
     def _holds_prompt(self, conversation: int) -> bool:
         """Return True if a message before a conversation's first answer holds the task's prompt."""
-        first = self.rollout.trajectories[self.conversations.index(conversation)]
+        first = self.rollout.trajectories[self.conversation_numbers.index(conversation)]
         task_messages = self.rollout.task.messages
         task_texts = [_text_of(m).strip() for m in task_messages if m["role"] == "user"]
         texts = [_text_of(message) for message in first.messages[: first.prompt_messages]]

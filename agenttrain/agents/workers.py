@@ -29,12 +29,15 @@ class Worker:
 
     `WorkerAgent` makes it and calls `attempt` for each rollout, and `end` once it is `retired` or
     the run ends. A task of the event loop reads the process's output all the while.
+
+    If the process cannot be started, every `attempt` fails. If it ends, rollouts without a result
+    fail (`_read`).
     """
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
         """Start the process in the background."""
         self.log: BoundedLog | None = None
-        """Gets the lines that it prints, except results."""
+        """Gets the lines that it prints, except results. `WorkerAgent` sets it. None: dropped."""
         self.pending: dict[str, asyncio.Future[dict[str, Any]]] = {}
         """Id of each rollout that it attempts now -> future of the result."""
         self.retired = False
@@ -49,6 +52,7 @@ class Worker:
         self.pending[assignment.rollout_id] = result
         try:
             line = assignment.line()
+            # Shielded, because `_read` and other attempts wait for the start too.
             program = await asyncio.shield(self._starting)
             await program.send(line)
             return agent_reward((await result).get("reward"))
@@ -69,14 +73,17 @@ class Worker:
 
     async def _read(self) -> None:
         """Deliver results until the process ends, then fail the rollouts that have none."""
-        process = await self._starting
+        process = await self._starting  # if this raises, it does so in each `attempt` too
         errors = asyncio.ensure_future(self._read_errors(process.stderr))
         try:
             while line := await process.stdout.readline():
                 self._handle_line(line)
                 if self.log is not None and self.log.full:
-                    await asyncio.sleep(0)  # a flood of output leaves time for other rollouts
+                    # A flood of output leaves time for other rollouts. No longer pause, because the
+                    # next line may be a result.
+                    await asyncio.sleep(0)
             failure = how_ended(await process.wait())
+            # The message of a crash is at the end of stderr, which may arrive after the end.
             await asyncio.wait((errors,), timeout=LAST_WORDS_S)
         except AgentFailed as error:
             failure = str(error)
@@ -105,10 +112,10 @@ class Worker:
 
     async def _read_errors(self, stream: asyncio.StreamReader) -> None:
         while piece := await stream.read(65536):
-            self._stderr_tail = (self._stderr_tail + piece)[-LAST_WORDS:]
+            self._stderr_tail = (self._stderr_tail + piece)[-LAST_WORDS:]  # an error quotes it
             self._write(piece)
             if self.log is not None and self.log.full:
-                await asyncio.sleep(PAUSE_S)
+                await asyncio.sleep(PAUSE_S)  # stderr has no results: slow down a flood of output
 
     def _write(self, text: bytes) -> None:
         if self.log is not None:

@@ -134,12 +134,12 @@ def _machine_problems(command: Command, runs: Sequence[Composed]) -> list[str]:
     Raises ConfigError for the first problem of their files, processes or engines.
     """
     from agenttrain.commands.check import check_files
-    from agenttrain.launch.processes import check_processes, count_gpus
+    from agenttrain.launch.processes import adopt_and_check_processes, count_gpus
     from agenttrain.settings.engine_checks import admit_engine
     from agenttrain.settings.machine import SAMPLING_VERBS, machine_problems
 
     check_files(runs)
-    check_processes(command, runs)
+    adopt_and_check_processes(command, runs)
     if command.verb in SAMPLING_VERBS:
         for composed in runs:
             admit_engine(composed, command.verb)

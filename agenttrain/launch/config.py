@@ -27,7 +27,7 @@ class DistributedName(StrEnum):
 
 
 class ShardWithin(StrEnum):
-    """The processes among which fsdp2 spreads a copy of the policy."""
+    """The processes that hold one copy of the policy together with fsdp2."""
 
     run = "run"
     """All of them: the least memory."""
@@ -55,14 +55,15 @@ class DistributedConfig:
     cpu_offload: Data[bool] = False
     """fsdp2: keep weights and optimizer in the host's memory."""
     shard_within: Data[ShardWithin] = ShardWithin.run
-    """fsdp2: the processes among which a copy of the policy is spread."""
+    """fsdp2: the processes that hold one copy of the policy together, each a part of it."""
     context_parallel: Whole = Field(default=1, ge=1)
     """Successive processes that compute the tokens of a microbatch together, so that each holds a
     part of a long rollout's activations; it must divide the processes of the run. It has never been
     run on GPUs."""
     restarts: Whole = Field(default=0, ge=0)
     """Number of automatic restarts from the newest checkpoint, each after a training process was
-    killed by a signal or ended by the watchdog; servers stay up after a signal."""
+    killed by a signal or ended by the watchdog. Servers go on after a signal. The watchdog ends
+    them too, because one of them may be the cause of the stall."""
 
     @model_validator(mode="after")
     def _check(self) -> DistributedConfig:
@@ -71,6 +72,13 @@ class DistributedConfig:
 
     def _problems(self) -> Iterator[str]:
         """Yield settings that contradict each other, have no effect or are missing."""
+        yield from self._process_problems()
+        yield from self._fsdp2_problems()
+        yield from self._restart_problems()
+        yield from self._node_problems()
+
+    def _process_problems(self) -> Iterator[str]:
+        """Yield numbers of processes that `name` or `context_parallel` rules out."""
         if self.name is DistributedName.single:
             for key, value in (("processes", self.processes), ("nodes", self.nodes)):
                 if (value or 0) > 1:
@@ -85,6 +93,9 @@ class DistributedConfig:
                 )
         elif self.processes is not None:
             yield from uneven_groups(self, self.processes)
+
+    def _fsdp2_problems(self) -> Iterator[str]:
+        """Yield settings that only fsdp2 has, beside another `name`."""
         by_node = self.shard_within is ShardWithin.node
         for setting, is_set in (
             ("cpu_offload=true", self.cpu_offload),
@@ -95,6 +106,9 @@ class DistributedConfig:
                     f"distributed.{setting}: has no effect with distributed={self.name}; add "
                     "distributed=fsdp2"
                 )
+
+    def _restart_problems(self) -> Iterator[str]:
+        """Yield why there can be no `restarts`, if they are set."""
         if self.restarts and self.name is DistributedName.single:
             yield (
                 f"distributed.restarts={self.restarts}: distributed=single has no launcher that "
@@ -105,6 +119,9 @@ class DistributedConfig:
                 f"distributed.restarts={self.restarts}: is for one node; leave it out, and "
                 "have the scheduler start the job again with resume=auto"
             )
+
+    def _node_problems(self) -> Iterator[str]:
+        """Yield problems of `rendezvous` and `node_rank`, which are for several nodes."""
         if self.nodes < 2:
             for key in ("rendezvous", "node_rank"):
                 if (value := getattr(self, key)) is not None:
@@ -130,7 +147,10 @@ class DistributedConfig:
 
 
 def uneven_groups(section: DistributedConfig, processes: int) -> Iterator[str]:
-    """Yield the problem if `processes` of each node are no groups of `context_parallel`."""
+    """Yield the problem if the run's processes cannot be divided into groups of `context_parallel`.
+
+    `processes` is their number on each node.
+    """
     size, total = section.context_parallel, processes * section.nodes
     if total % size:
         divisors = [str(n) for n in range(1, total + 1) if total % n == 0]

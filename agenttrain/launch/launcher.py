@@ -76,16 +76,20 @@ WHY = {
 
 
 def run_workers(command: Command, composed: Composed, folder: Path, program: str) -> int:
-    """Run a command in the processes of `distributed`; return the exit code. Raises ConfigError."""
+    """Run a command in the processes of `distributed`; return the exit code. Raises ConfigError.
+
+    If a worker was killed, all are started again, up to `distributed.restarts` times.
+    """
     section = composed.config.distributed
     processes, node = resolve(section), node_rank(section)
     # The workers compose the settings again. What is decided already is added: that a saved run's
     # code may run, or which revisions of the hub a new run uses.
     decided = [TRUSTED] if command.saved is not None else pins(composed, command.verb)
     arguments = [*command.arguments, *decided]
+    # An eval writes no checkpoint from which it could go on.
     restarts = 0 if command.verb == "eval" else section.restarts
     received: list[signal.Signals] = []
-    had_finished = _is_finished(folder)  # True for a finished run that is resumed
+    was_finished = _is_finished(folder)  # by an earlier command: a finished run is resumed
     with ExitStack() as stack:
         # `Workers` handles these signals, also between two starts: restore the handlers at the end.
         if current_thread() is main_thread():
@@ -108,8 +112,12 @@ def run_workers(command: Command, composed: Composed, folder: Path, program: str
                 except (NotMet, DistNetworkError, DistStoreError) as error:
                     print(f"agenttrain: {error}", file=sys.stderr)
                     return FAILED
-                has_finished = _is_finished(folder) and not had_finished
-                if not restarts_left or has_finished or not _is_restartable(workers, exchange):
+                # True if a worker failed after the run's end, for which nothing is to be repeated.
+                has_finished = _is_finished(folder) and not was_finished
+                is_restarted = (
+                    restarts_left > 0 and not has_finished and _is_restartable(workers, exchange)
+                )
+                if not is_restarted:
                     return _report(workers, exchange, command.verb, folder, first_node=node == 0)
                 first = _first_failure(workers, exchange)
             assert first is not None, "`_is_restartable` is False without one"
@@ -153,18 +161,22 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _is_restartable(workers: Workers, exchange: Path) -> bool:
-    """Return True if a signal or the watchdog ended the first worker, and a restart can help.
+    """Return True if a signal or the watchdog ended the worker that failed first.
 
-    It cannot help if the run was asked to stop, or a worker had an error that it would have again.
+    Return False nevertheless if the run was asked to stop, or a worker had an error of its own,
+    which it would have again.
     """
     first = _first_failure(workers, exchange)
     if first is None or workers.received:
         return False
-    for ended in workers.early:
-        crash = read_crash(exchange, ended.rank)
-        if crash and not (crash["of_peer"] or re.search(PEER_GONE, crash["error"])):
-            return False  # an error of its own, not one that the death of a peer caused
-    return first.code < 0 or first.code == STALLED
+    for ended in workers.failed:
+        crash = read_crash(exchange, ended.rank)  # empty for a worker that was killed
+        # After the death of a worker its peers fail too: such an error does not come again.
+        is_caused_by_peer = crash and (crash["of_peer"] or re.search(PEER_GONE, crash["error"]))
+        if crash and not is_caused_by_peer:
+            return False
+    was_killed = first.code < 0  # minus the number of the signal
+    return was_killed or first.code == STALLED
 
 
 def _end_orphans(folder: Path) -> None:
@@ -182,20 +194,14 @@ def _run_once(
     exchange: Path,
     received: list[signal.Signals],
 ) -> Workers:
-    """Start the workers and wait for their end; raises NotMet.
+    """Start the workers and wait for their end; raises NotMet if another node does not come.
+
+    `exchange` is the folder by which the launcher and its workers exchange files.
 
     `received` are the signals of this launcher so far; new ones are added. Workers that start after
     a signal get it.
     """
-    threads = max(len(os.sched_getaffinity(0)) // processes, 1)
-    defaults = {"OMP_NUM_THREADS": str(threads), **QUIET}
-    if section.name is DistributedName.fsdp2:
-        defaults |= MAPPED_FROM_THE_START  # gathered layers would fragment the heap
-    if section.nodes == 1:
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
-    # The user's own values of these variables stay.
-    added = {name: value for name, value in defaults.items() if name not in os.environ}
-    added[EXCHANGE] = str(exchange)
+    added = _worker_variables(section, processes, exchange)
     os.environ.update(added)  # the workers inherit them
     try:
         spec = WorkerSpec(
@@ -227,6 +233,20 @@ def _run_once(
     return workers
 
 
+def _worker_variables(section: DistributedConfig, processes: int, exchange: Path) -> dict[str, str]:
+    """Return the environment variables of workers that this process does not have yet."""
+    threads = max(len(os.sched_getaffinity(0)) // processes, 1)
+    defaults = {"OMP_NUM_THREADS": str(threads), **QUIET}
+    if section.name is DistributedName.fsdp2:
+        # fsdp2 gathers layer after layer. Such large blocks would fragment the heap of C.
+        defaults |= MAPPED_FROM_THE_START
+    if section.nodes == 1:
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may not resolve
+    # The user's own values of these variables stay.
+    added = {name: value for name, value in defaults.items() if name not in os.environ}
+    return {**added, EXCHANGE: str(exchange)}
+
+
 def _first_failure(workers: Workers, exchange: Path) -> WorkerEnd | None:
     """Return the worker whose end made the others stop; None if no worker ended early.
 
@@ -239,7 +259,7 @@ def _first_failure(workers: Workers, exchange: Path) -> WorkerEnd | None:
         crash = read_crash(exchange, ended.rank)
         return ended.code >= 0, crash.get("of_peer", False), crash.get("time", time.time())
 
-    return min(workers.early, key=blame_order, default=None)
+    return min(workers.failed, key=blame_order, default=None)
 
 
 def _report(workers: Workers, exchange: Path, verb: str, folder: Path, *, first_node: bool) -> int:

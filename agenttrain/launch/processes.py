@@ -143,21 +143,23 @@ def assigned_folder() -> Path | None:
     return Path(worker_command.folder)
 
 
-def check_processes(command: Command, runs: Sequence[Composed]) -> None:
+def adopt_and_check_processes(command: Command, runs: Sequence[Composed]) -> None:
     """Raise ConfigError for a run of the command whose processes cannot be started.
 
-    If torchrun has started this process, the runs' `distributed` is set to the processes that there
-    are (`adopt`).
+    If torchrun or a similar program has started this process, the `distributed` of each run is set
+    to the processes that there are (`adopt`). Else our launcher starts the processes later.
     """
-    if started_by_others() and command.sweep:
+    by_torchrun = started_by_others()
+    if by_torchrun and command.sweep:
         raise ConfigError(
             "-m: torchrun starts its processes once, and a sweep needs new ones for each run; "
             "start agenttrain itself with distributed.processes=…"
         )
     for run in runs:
         problems = list[str]()
-        if started_by_others() and command.verb in RUNS:
+        if by_torchrun and command.verb in RUNS:
             adopt(run, command.overrides)
+            # Checked before for the settings as typed, and here for those that `adopt` has set.
             problems += distributed_problems(run.config)
             problems += engine_problems(run.config, several=True)
             if run.config.distributed.restarts:
@@ -167,9 +169,9 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
                 )
         section = run.config.distributed
         if command.verb in (*RUNS, CHECK):
-            problems += foreign_problems(run.config.training.mixed_precision)
-            is_alone = section.name is DistributedName.single and not is_rank()
-            if is_alone and (problem := lone_process_problem()):
+            problems += accelerate_problems(run.config.training.mixed_precision)
+            is_only_process = section.name is DistributedName.single and not is_rank()
+            if is_only_process and (problem := missing_peers_problem()):
                 problems.append(problem)
         raise_config_error(problems)
         if section.nodes > 1 and command.sweep:
@@ -177,20 +179,23 @@ def check_processes(command: Command, runs: Sequence[Composed]) -> None:
                 f"distributed.nodes={section.nodes}: the runs of a sweep (-m) have one node each; "
                 "leave one of the two out"
             )
-        has_launcher = section.name is not DistributedName.single and not started_by_others()
+        has_launcher = section.name is not DistributedName.single and not by_torchrun
         if has_launcher and command.verb in RUNS:
             node_rank(section)  # raises ConfigError for a node without a number
 
 
 def adopt(composed: Composed, typed: Sequence[str]) -> None:
-    """Set `distributed` to the processes that torchrun has started.
+    """Set `distributed` to the processes that torchrun has started, as many as on this node.
 
     Raises ConfigError if one of the `typed` overrides contradicts them. Settings that come from a
-    saved run may differ.
+    saved run may differ. Example: of WORLD_SIZE=4, two on each node, `distributed` gets
+    ``processes=2 nodes=1``.
     """
     section = composed.config.distributed
     world_size = int(os.environ["WORLD_SIZE"])
-    typed_settings = [text for text in typed if text.lstrip("+").partition("=")[0] in DECIDED]
+    typed_settings = [
+        text for text in typed if text.lstrip("+").partition("=")[0] in PROCESS_SETTINGS
+    ]
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))  # of this node
     nodes = max(world_size // local_size, 1)
     contradicts = section.processes not in (None, local_size) or section.nodes not in (1, nodes)
@@ -202,7 +207,8 @@ def adopt(composed: Composed, typed: Sequence[str]) -> None:
         )
     if section.name is DistributedName.single:
         section.name = DistributedName.ddp
-    # Record settings with which `agenttrain resume=` can start the run itself, on one node.
+    # config.yaml gets the processes of one node, also if there are several: the addresses of nodes
+    # are torchrun's. `agenttrain resume=` can then start the run itself, with fewer processes.
     section.processes, section.nodes = local_size, 1
     section.rendezvous = section.node_rank = None
     composed.plain["distributed"].update(
@@ -214,7 +220,7 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables in which MPI's launchers say how many processes they have started."""
 
 
-def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | None:
+def missing_peers_problem(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the problem of a process that a launcher should have started with others, or None."""
     remedy = "start agenttrain itself with distributed=ddp distributed.processes=N, or by torchrun"
     if "WORLD_SIZE" in environment:  # torchrun and the like say how many there are
@@ -236,7 +242,7 @@ def lone_process_problem(environment: Mapping[str, str] = os.environ) -> str | N
     return None
 
 
-def foreign_problems(mixed_precision: str) -> Iterator[str]:
+def accelerate_problems(mixed_precision: str) -> Iterator[str]:
     """Yield problems of accelerate's environment variables that contradict the run's settings."""
     for variable in FOREIGN:
         if os.environ.get(variable, "false").lower() in ("1", "true"):
@@ -253,7 +259,7 @@ def foreign_problems(mixed_precision: str) -> Iterator[str]:
         yield f"ACCELERATE_DYNAMO_BACKEND={backend}: nothing is compiled here; leave it out"
 
 
-DECIDED = ("distributed", "distributed.name", "distributed.processes", "distributed.nodes")
+PROCESS_SETTINGS = ("distributed", "distributed.name", "distributed.processes", "distributed.nodes")
 """Settings that are decided once torchrun or a similar program has started the processes."""
 
 

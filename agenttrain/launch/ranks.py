@@ -142,8 +142,9 @@ def _compared_settings(command: Command, composed: Composed) -> dict[str, Any]:
 def share(command: Callable[[], int]) -> int:
     """Run a command that composes settings and calls `run`; return its exit code.
 
-    If the command ends without calling `run`, the other ranks wait in `agree`: they are sent its
-    error, or that there is nothing to run.
+    `run` has all ranks exchange proposals (`agree`), where each waits for the others. A command
+    that ends before, because of an error or with nothing to run, would leave the others waiting. So
+    this rank then takes part with a proposal that says so.
     """
     if os.environ["RANK"] != "0":
         redirect(Path(os.devnull))  # the first rank prints for all of them
@@ -153,6 +154,7 @@ def share(command: Callable[[], int]) -> int:
         if not _agreed.is_set():
             agree(World.start(), Proposal(problem=str(error)))
         raise
+    # Another code comes from a signal. The program that started the ranks then ends all of them.
     if code == DONE and not _agreed.is_set():
         agree(World.start(), Proposal())  # there is nothing to run
     return code

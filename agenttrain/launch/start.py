@@ -59,7 +59,7 @@ def start(
 
                 if started_by_others():
                     # Set `distributed` to the processes that torchrun has started. That the user
-                    # has typed nothing else was checked before (`check_processes`).
+                    # has typed nothing else was checked before (`adopt_and_check_processes`).
                     adopt(composed, typed=())
                 return run(command, composed, folder, sweep=sweep)
             with no_garbage_collection():  # faster: the import makes very many objects

@@ -50,7 +50,18 @@ class WorkerEnd:
 
 
 class Workers(LocalElasticAgent):
-    """Elastic's agent, which starts the workers; this class decides when they have to stop."""
+    """Elastic's agent, which starts the workers; this class decides when they have to stop.
+
+    What happens to the workers that are still running (times are the constants above)::
+
+        the launcher gets a signal     `_forwarded`, at once (`pass_on`)
+        a worker fails                 SIGINT after REPORT_S, or at once if a signal killed it
+        another node fails             SIGINT at once
+        a worker has saved and left    SIGKILL after SETTLE_S
+
+    Once they were sent SIGINT, or one of them has stopped at the signal, they get a further SIGINT
+    every AGAIN_S, and SIGKILL after STOP_S. Exit codes are those of `utils/exit_codes.py`.
+    """
 
     def __init__(
         self,
@@ -60,14 +71,15 @@ class Workers(LocalElasticAgent):
     ) -> None:
         """`describe` returns the message for other nodes about the end of a worker of this node.
 
-        `announce` gets the name of the signal that the launcher received, before another one is
-        forwarded to the workers. The other arguments are elastic's.
+        `announce` gets the name of the first signal that the launcher received, such as "SIGTERM".
+        It is called before the workers are signalled, because they may get another signal
+        (`_forwarded`), and report the one that was announced. The other arguments are elastic's.
         """
         super().__init__(**arguments)
         self.received: list[signal.Signals] = []
         """Signals that the launcher received."""
-        self.early: list[WorkerEnd] = []
-        """Workers that ended by themselves before they had finished."""
+        self.failed: list[WorkerEnd] = []
+        """Workers that ended before they had finished, and not because this class stopped them."""
         self.killed: list[int] = []
         """Ranks that did not end when they were asked to, and were killed."""
         self.other_node: str | None = None
@@ -76,14 +88,18 @@ class Workers(LocalElasticAgent):
         """All workers that have ended, by rank."""
         self._describe = describe
         self._announce = announce
-        self._hears_hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # no nohup
-        self._terms = Insistence()  # recognises a second SIGTERM
+        self._hangup_stops = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        """False under nohup, which has SIGHUP ignored."""
+        self._sigterms = Insistence()
+        """Tells a second SIGTERM from a repetition of the first, which schedulers send at once."""
         self._forwarded = signal.SIGUSR1
-        """Signal forwarded to workers; SIGINT after Ctrl-C or a second SIGTERM. Never SIGTERM: a
-        scheduler that signals the whole job has already sent one, and workers treat a second one as
-        'stop without saving'."""
-        self._alone = True
-        """False if there are other nodes, with which failures are exchanged."""
+        """Signal that workers get: SIGUSR1, at which they save and stop. After Ctrl-C or a second
+        SIGTERM it is SIGINT, at which they stop at once.
+
+        Never SIGTERM: a scheduler that signals the whole job has already sent one to the workers,
+        and a second one means 'stop without saving' to them."""
+        self._is_only_node = True
+        """False: failures are exchanged with other nodes."""
         self._pids: dict[int, int] = {}  # rank -> process id
         # Times by time.monotonic. None: not planned.
         self._interrupt_at: float | None = None
@@ -98,19 +114,18 @@ class Workers(LocalElasticAgent):
     def listen(self) -> None:
         """Forward the signals of this process, except a SIGHUP that nohup ignores."""
         for number in PASSED_ON:
-            is_ignored = number == signal.SIGHUP and not self._hears_hangup
+            is_ignored = number == signal.SIGHUP and not self._hangup_stops
             with suppress(ValueError):  # only the main thread may handle signals
                 signal.signal(number, signal.SIG_IGN if is_ignored else self.pass_on)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
-        """Forward a signal to every worker; Ctrl-C and a second SIGTERM set a time limit.
+        """Forward a signal to every worker, as `_forwarded`.
 
-        Workers get `_forwarded` in place of the signal that the launcher received.
+        After Ctrl-C or a second SIGTERM workers that are still running are killed after STOP_S.
         """
         received = signal.Signals(number)
         self.received.append(received)
-        # Seconds after the first: schedulers repeat the first SIGTERM at once.
-        is_second_term = received is signal.SIGTERM and self._terms.arrive()
+        is_second_term = received is signal.SIGTERM and self._sigterms.arrive()
         if is_second_term or received is signal.SIGINT:
             self._forwarded = signal.SIGINT
         leave_terminal()  # it may be closed, which is why a SIGHUP came
@@ -124,7 +139,7 @@ class Workers(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the workers (elastic's hook), and send them a signal that came before."""
         pids = super()._start_workers(worker_group)
-        self._alone = worker_group.group_world_size == 1
+        self._is_only_node = worker_group.group_world_size == 1
         self._pids = {w.global_rank: pids[w.local_rank] for w in worker_group.workers}
         self.listen()  # the agent has just installed its own handlers
         if self.received:  # before the workers were started
@@ -163,22 +178,22 @@ class Workers(LocalElasticAgent):
         """
         ends = list(self._record_ends())
         # Workers that neither finished nor saved their work.
-        early = [ended for ended in ends if ended.code not in (DONE, PREEMPTED)]
+        unfinished = [ended for ended in ends if ended.code not in (DONE, PREEMPTED)]
         if self._interrupt_at is not None:
             # Another one has failed, and the others are not interrupted yet: these have failed too.
-            self.early += early
+            self.failed += unfinished
             return
-        if self._kill_at is not None:  # they were signalled, and end because of that
+        if self._kill_at is not None:  # all were asked to stop: these have obeyed
             return
-        if early:
+        if unfinished:
             # Codes of a worker that a forwarded signal has stopped, or killed (-2 is SIGINT).
             signal_codes = (INTERRUPTED, TERMINATED, *(-number for number in PASSED_ON))
-            if self.received and all(ended.code in signal_codes for ended in early):
+            if self.received and all(ended.code in signal_codes for ended in unfinished):
                 self._set_deadlines()  # the others may wait for these in vain
                 return
-            self.early += early
+            self.failed += unfinished
             # After an error the others get time to report it too. A killed worker had none.
-            was_killed = any(ended.code < 0 for ended in early)
+            was_killed = any(ended.code < 0 for ended in unfinished)
             self._interrupt_at = time.monotonic() + (0 if was_killed else REPORT_S)
         elif any(ended.code == PREEMPTED for ended in ends):
             # The handler of a signal may have set an earlier time just now.
@@ -199,19 +214,22 @@ class Workers(LocalElasticAgent):
                 yield self.ended[rank]
 
     def _exchange_failures(self, store: Any) -> None:
-        """Publish this node's failure to the other nodes, or stop for a failure of another node."""
+        """Publish this node's first failure to the other nodes, or stop for one of another node.
+
+        `store` is shared by all nodes, and lives in the launcher of the first.
+        """
         now = time.monotonic()
-        if self._alone or now < self._check_at or self.other_node:
+        if self._is_only_node or now < self._check_at or self.other_node:
             return
         self._check_at = now + CHECK_S
         try:
-            if self.early:
-                store.set(KEY, self._describe(self.early[0]))
+            if self.failed:
+                store.set(KEY, self._describe(self.failed[0]))
                 self._check_at = float("inf")  # one failure is enough
             elif store.check([KEY]):
                 self.other_node = store.get(KEY).decode()
         except (DistNetworkError, DistStoreError):
-            self.other_node = FIRST_NODE_GONE
+            self.other_node = FIRST_NODE_GONE  # and the store with it
         stop_is_due = self._interrupt_at is not None or self._kill_at is not None
         if self.other_node and not stop_is_due:
             self._interrupt_at = now

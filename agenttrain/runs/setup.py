@@ -711,7 +711,7 @@ def rubric_of(
     """
     # Where an environment has a method `reward`, the section reward.environment (REWARD) is added,
     # with the function that calls it (REWARD_TARGET) as its default `_target_`.
-    sections = reward_sections(config, rewarding=bool(rewarding))
+    sections = reward_sections(config, add_environment=bool(rewarding))
     targets = [section.get("_target_") for section in sections.values()]
     if rewarding and REWARD_TARGET not in targets:
         raise ValueError(

@@ -25,7 +25,7 @@ from agenttrain.settings.components import SECTIONS, code_problems, section_prob
 from agenttrain.settings.engine_checks import (
     WITHOUT_REPLAY,
     engine_problems,
-    recorder_problems,
+    route_recording_problems,
     typed_engine,
 )
 from agenttrain.settings.mixture import (
@@ -618,7 +618,7 @@ def _router_replay(config: RunConfig, verb: str, overrides: Sequence[str]) -> It
             "algorithm.router_replay=rollout: compiled layers do not let the choices of their "
             "routers be replaced; set training.compile=false, or leave it out"
         )
-    yield from recorder_problems(config)
+    yield from route_recording_problems(config)
 
 
 def _own_objective(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:

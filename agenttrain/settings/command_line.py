@@ -34,7 +34,16 @@ VERBS_WITH_RUN = ("eval", "play", "serve")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command line whose settings are composed."""
+    """A command line whose settings are composed.
+
+    Example, for ``agenttrain eval --config-dir my_conf run=outputs/a eval.questions=5``::
+
+        arguments  ["eval", "--config-dir", "my_conf", "run=outputs/a", "eval.questions=5"]
+        typed      ["--config-dir", "my_conf", "run=outputs/a", "eval.questions=5"]
+        overrides  ["eval.questions=5"]
+        saved      Path("outputs/a")
+        source     Source(extra="my_conf")
+    """
 
     arguments: list[str]
     """The command line, with the verb."""
@@ -43,7 +52,7 @@ class Command:
     verb: str
     """The verb that the settings are for."""
     overrides: list[str]
-    """The typed overrides without the one that names `saved`."""
+    """The typed overrides without the one that names `saved`, and without `trust=…`."""
     saved: Path | None
     """The folder of `resume=` (train, sft, check) or `run=` (`VERBS_WITH_RUN`)."""
     trust: bool
@@ -51,6 +60,7 @@ class Command:
     auto: bool
     """True for `resume=auto`: `saved` is hydra.run.dir if it holds a run, else None."""
     source: Source
+    """The user's YAML files: the folder of --config-dir (`extra`), the file of --config-name."""
     sweep: bool
     """True if it starts several runs (`-m`)."""
     before_start: Callable[[Path, RunConfig], object] = lambda folder, config: None
@@ -83,11 +93,11 @@ def command_of(
     `checks`: the command is `agenttrain check`, which only checks the settings of `verb`.
     """
     for setting in (RUN_DIR, "hydra.sweep.dir="):
-        if setting in overrides:
+        if setting in overrides:  # nothing follows the "="
             remedy = "name one (is a shell variable empty?), or leave it out"
             raise ConfigError(f"{setting}: no folder; {remedy}")
-    words, trust = take_trust(overrides)
-    settings, saved = _take_saved(words, verb)
+    without_trust, trust = take_trust(overrides)
+    settings, saved = _take_saved(without_trust, verb)
     if trust and saved is None:
         raise ConfigError(
             f"{TRUSTED}: lets the code run that a saved run names; it goes with "
@@ -100,14 +110,9 @@ def command_of(
         raise ConfigError(f"-m: a sweep starts new runs; it cannot be combined with {saved}")
     auto = saved == Path(AUTO) and verb not in VERBS_WITH_RUN  # resume=auto
     if auto:
-        folder = named_folder(settings)
-        if folder is None:
-            raise ConfigError(
-                f"resume=auto: goes on with the run in a folder, or starts it there; add "
-                f"{RUN_DIR}<folder>, the same each time"
-            )
-        saved = folder if (folder / "config.yaml").exists() else None
-    if saved is None:  # callers open the keys of a saved run's overrides
+        saved = _find_run_of_auto(settings)
+    if saved is None:
+        # For a saved run the callers call `open_keys`, once they have taken some overrides out.
         settings = open_keys([*(EVAL_FOLDERS if verb == "eval" else ()), *settings])
     return Command(
         arguments=args.command_line,
@@ -120,6 +125,20 @@ def command_of(
         source=source_of(args),
         sweep=sweep,
     )
+
+
+def _find_run_of_auto(overrides: Sequence[str]) -> Path | None:
+    """Return the run folder with which `resume=auto` goes on; None if it starts a run there.
+
+    Raises ConfigError unless the overrides name a folder.
+    """
+    folder = named_folder(overrides)
+    if folder is None:
+        raise ConfigError(
+            f"resume=auto: goes on with the run in a folder, or starts it there; add "
+            f"{RUN_DIR}<folder>, the same each time"
+        )
+    return folder if (folder / "config.yaml").exists() else None
 
 
 def source_of(args: Namespace) -> Source:

@@ -60,7 +60,8 @@ SETTINGS_BESIDE: Mapping[str, type[Any]] = {
     "environment": EnvironmentSettings,
     "reward": RewardSettings,
 }
-"""Section of components by name -> the settings beside their `_target_`."""
+"""Sections whose components have names (``tools.sql``) -> the class of the settings that agenttrain
+reads beside a component's `_target_`, such as a tool's `timeout_s`."""
 ONE_BESIDE: Mapping[str, type[Any]] = {"user": UserSettings}
 """Section that is itself one component -> the settings beside its `_target_`."""
 ALL_BESIDE: Mapping[str, type[Any]] = {
@@ -164,10 +165,15 @@ def _useless_limits(config: RunConfig, key: str, settings: Any) -> Iterator[str]
 
 
 def _components(config: RunConfig) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """Yield (key, section, all sections of its kind) of each component."""
+    """Yield (key, section, siblings) of each component.
+
+    Example: ``("tools.sql", {"_target_": …}, config.tools)``. The siblings are all components of
+    the section by name: a message about a misspelled name suggests one of them. They are {} for a
+    component without a name of its own, such as ``user``.
+    """
     for kind in SETTINGS_BESIDE:  # tools, environment, reward
         siblings = getattr(config, kind)
-        # The reward that environments share gets the `_target_` that it may leave out.
+        # `reward.environment` needs no `_target_`: `reward_sections` adds it.
         sections = reward_sections(config) if kind == "reward" else siblings
         for name, section in sections.items():
             yield f"{kind}.{name}", section, siblings
@@ -476,7 +482,7 @@ def _named_tools(config: RunConfig) -> Iterator[str]:
                 )
 
 
-def rewarding(config: RunConfig) -> bool:
+def has_rewarding_environment(config: RunConfig) -> bool:
     """Return True if some environment has a `reward`; imports their modules."""
     classes = (
         locate(section["_target_"], key=f"environment.{name}._target_")
@@ -485,15 +491,18 @@ def rewarding(config: RunConfig) -> bool:
     return any(callable(getattr(cls, "reward", None)) for cls in classes)
 
 
-def reward_sections(config: RunConfig, *, rewarding: bool = False) -> dict[str, Any]:
-    """Return the reward functions of a run, with the one that its environments share.
+def reward_sections(config: RunConfig, *, add_environment: bool = False) -> dict[str, Any]:
+    """Return the sections of a run's reward functions, `reward.environment` with its `_target_`.
 
-    The shared one's section needs no `_target_`: ``+reward.environment.weight=0.5`` is enough. With
-    `rewarding` (some environment has a `reward`) the section itself may be missing.
+    That reward is the one that environments give. Its section needs no `_target_`:
+    ``+reward.environment.weight=0.5`` is enough. With `add_environment`, for a run in which some
+    environment has a `reward`, a missing section is added.
     """
     sections = dict(config.reward)
-    default: dict[str, Any] | None = {} if rewarding else None  # None: no section is added
-    section = sections.get(REWARD, default)
-    if config.environment and isinstance(section, Mapping):
-        sections[REWARD] = {"_target_": REWARD_TARGET, **section}
+    if not config.environment:
+        return sections
+    if add_environment:
+        sections.setdefault(REWARD, {})
+    if isinstance(sections.get(REWARD), Mapping):  # else `section_problems` reports the value
+        sections[REWARD] = {"_target_": REWARD_TARGET, **sections[REWARD]}
     return sections

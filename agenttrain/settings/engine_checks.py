@@ -61,7 +61,7 @@ def replays_routes(config: RunConfig, verb: str) -> bool:
     return config.algorithm.replays_routes and verb not in WITHOUT_REPLAY
 
 
-def recorder_problems(config: RunConfig) -> Iterator[str]:
+def route_recording_problems(config: RunConfig) -> Iterator[str]:
     """Yield why the engine cannot record the experts that algorithm.router_replay needs.
 
     An engine from outside is not checked before `admit_engine`.
@@ -229,7 +229,10 @@ def _servers_unused(config: RunConfig) -> Iterator[str]:
 
 
 def admit_engine(composed: Composed, verb: str) -> None:
-    """Import an engine from outside, and check its keys; raises ConfigError.
+    """Import an engine from outside, a user's own, and check its keys; raises ConfigError.
+
+    Its class of settings is known only after the import, so that its keys were not checked before.
+    `config.engine`, and with it `plain`, the settings for config.yaml, then get its defaults too.
 
     Call it for a run of a verb that samples, once its other settings are valid and the code that a
     saved run names is trusted. A bundled engine stays as it is.
@@ -239,5 +242,9 @@ def admit_engine(composed: Composed, verb: str) -> None:
         return
     config.engine = admit(config.engine)
     composed.plain["engine"] = plain(config.engine)
-    recorder = recorder_problems(config) if replays_routes(config, verb) else ()
-    raise_config_error([*engine_problems(config), *recorder])
+    problems = list(engine_problems(config))
+    # Training with router_replay needs the experts of a mixture-of-experts model by which the
+    # engine sampled each token.
+    if replays_routes(config, verb):
+        problems += route_recording_problems(config)
+    raise_config_error(problems)

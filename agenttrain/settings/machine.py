@@ -58,47 +58,65 @@ def machine_problems(
         return []
     problems: list[str] = []
     for config in configs:
-        if config.distributed.name is not DistributedName.single:
-            problem = process_count_problem(config.distributed, count_gpus())
-            if problem is not None:
-                problems.append(problem)
-        if config.training.mixed_precision == "fp16" and not count_gpus():
-            problems.append(
-                "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
-                "training.mixed_precision=bf16 or no"
-            )
-        if config.model.quantization is not None and find_spec("bitsandbytes") is None:
-            problems.append(
-                f"model.quantization={config.model.quantization}: bitsandbytes is not installed "
-                "here: pip install 'agenttrain[4bit]'"
-            )
-        if verb not in SAMPLING_VERBS:
-            continue
-        problems += broadcast_problems(config, count_gpus)
-        if not config.servers.outside:
-            spec = spec_of(config.engine)
-            problems += spec.check_machine(config.engine, count_gpus)
-            needs_gpu = replays_routes(config, verb) and spec.routes_need_gpu
-            if needs_gpu and not config.servers.nodes and not count_gpus():
-                remedy = names_with(records_routes=True, routes_need_gpu=False)
-                problems.append(
-                    f"algorithm.router_replay=rollout: engine={config.engine.name} returns the "
-                    "experts by which it samples on a GPU only, and there is none here; set "
-                    f"{remedy}, or leave it out"
-                )
-        checked_verb = "train" if verb == CHECK else verb  # `check` is for a run that trains
-        for name, role in used_roles(config, checked_verb).items():
-            problems += installed_problems(f"roles.{name}.model={role.model}")
-        if started := fleets(config, checked_verb):
-            trainers = 1
-            if config.distributed.name is not DistributedName.single:
-                trainers = config.distributed.processes or count_gpus()
-            taken_gpus = policy_gpus(config, trainers)
-            if server_shares_gpu(config, count_gpus()):
-                taken_gpus = 0  # the server may have the trainer's GPU
-                problems += _shared_gpu_problems(config)
-            problems += placement_problems(started, count_gpus(), taken_gpus)
+        problems += _policy_problems(config, count_gpus)
+        if verb in SAMPLING_VERBS:
+            problems += broadcast_problems(config, count_gpus)
+            problems += _engine_problems(config, verb, count_gpus)
+            problems += _server_problems(config, verb, count_gpus)
     return list(dict.fromkeys(problems))
+
+
+def _policy_problems(config: RunConfig, count_gpus: Callable[[], int]) -> Iterator[str]:
+    """Yield problems of the policy and the processes that train it."""
+    if config.distributed.name is not DistributedName.single:
+        problem = process_count_problem(config.distributed, count_gpus())
+        if problem is not None:
+            yield problem
+    if config.training.mixed_precision == "fp16" and not count_gpus():
+        yield (
+            "training.mixed_precision=fp16: needs a GPU, and there is none here; set "
+            "training.mixed_precision=bf16 or no"
+        )
+    if config.model.quantization is not None and find_spec("bitsandbytes") is None:
+        yield (
+            f"model.quantization={config.model.quantization}: bitsandbytes is not installed "
+            "here: pip install 'agenttrain[4bit]'"
+        )
+
+
+def _engine_problems(config: RunConfig, verb: str, count_gpus: Callable[[], int]) -> Iterator[str]:
+    """Yield problems of the engine, unless somebody else starts its servers."""
+    if config.servers.outside:
+        return
+    spec = spec_of(config.engine)
+    yield from spec.check_machine(config.engine, count_gpus)
+    needs_gpu = replays_routes(config, verb) and spec.routes_need_gpu
+    if needs_gpu and not config.servers.nodes and not count_gpus():
+        remedy = names_with(records_routes=True, routes_need_gpu=False)
+        yield (
+            f"algorithm.router_replay=rollout: engine={config.engine.name} returns the "
+            "experts by which it samples on a GPU only, and there is none here; set "
+            f"{remedy}, or leave it out"
+        )
+
+
+def _server_problems(config: RunConfig, verb: str, count_gpus: Callable[[], int]) -> Iterator[str]:
+    """Yield problems of the servers that the run starts on this machine."""
+    # `fleets` and `used_roles` know no CHECK, which is for a run that trains.
+    run_verb = "train" if verb == CHECK else verb
+    for name, role in used_roles(config, run_verb).items():
+        yield from installed_problems(f"roles.{name}.model={role.model}")
+    fleets_here = fleets(config, run_verb)
+    if not fleets_here:
+        return
+    trainers = 1
+    if config.distributed.name is not DistributedName.single:
+        trainers = config.distributed.processes or count_gpus()
+    taken_gpus = policy_gpus(config, trainers)  # which servers cannot have
+    if server_shares_gpu(config, count_gpus()):
+        taken_gpus = 0  # the only GPU, which a server shares with the trainer
+        yield from _shared_gpu_problems(config)
+    yield from placement_problems(fleets_here, count_gpus(), taken_gpus)
 
 
 def broadcast_problems(config: RunConfig, count_gpus: Callable[[], int]) -> list[str]:

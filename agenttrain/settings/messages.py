@@ -216,6 +216,7 @@ def suggest_key(key: str, groups: Iterable[str] = ()) -> str:
 
 
 def _split(key: str) -> tuple[str, str]:
+    """Return the section and the last name of a key: ``("optimizer", "lr")``, ``("", "steps")``."""
     section, _, leaf = key.rpartition(".")
     return section, leaf
 
@@ -230,12 +231,11 @@ def _explain_key_error(
 
     `groups` maps a config group to its options: ``{"algorithm": ["grpo", "rloo"]}``.
     """
-    key = str(cause.full_key)
-    setting = key.partition("[")[0]
-    where, meant = _locate_mistake(key, text, overrides)
-    typed_key = where.partition("=")[0].partition(" ")[0].lstrip("+")
-    # A group, such as `experiment`, that is no section of the settings: its option was typed.
-    if key in groups and key == typed_key and key not in setting_keys():
+    key = str(cause.full_key)  # OmegaConf's key, perhaps of an entry of a list: tools[0]
+    setting = key.partition("[")[0]  # tools
+    # The override or setting with which the message begins, and the key that the user wrote.
+    where, written_key = _locate_mistake(key, text, overrides)
+    if _chosen_file_lacks_package(key, where, groups):
         return (
             f"{where}: its file lacks the first line `# @package _global_`, so that its keys would "
             f"stand in a section {key!r}; put that line at its top"
@@ -259,8 +259,18 @@ def _explain_key_error(
     if (new := moved_key(where)) is not None:
         return f"{where}: is {new} now"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        return f"{where}: {_about_unknown_key(key, meant, groups)}"
+        return f"{where}: {_about_unknown_key(key, written_key, groups)}"
     return f"{where}: {_expected(setting, getattr(cause, 'value', None)) or first_line}"
+
+
+def _chosen_file_lacks_package(key: str, where: str, groups: Mapping[str, Sequence[str]]) -> bool:
+    """Return True if the keys of a chosen file stand in a section with the name of its group.
+
+    Example: for ``experiment=mine`` OmegaConf refuses the key `experiment`. That is a group, and no
+    section of the settings, so mine.yaml lacks the line that puts its keys at the top.
+    """
+    typed_key = where.partition("=")[0].partition(" ")[0].lstrip("+")
+    return key in groups and key == typed_key and key not in setting_keys()
 
 
 def _locate_mistake(key: str, text: str, overrides: Sequence[str]) -> tuple[str, str]:
@@ -293,19 +303,22 @@ def _explain_interpolation(cause: InterpolationResolutionError, where: str, firs
     return f"{where}: the interpolation cannot be resolved: {reason}"
 
 
-def _about_unknown_key(key: str, meant: str, groups: Mapping[str, Sequence[str]]) -> str:
-    """Return what to do about the unknown `key`; `meant` is the key that the user wrote."""
-    hydra_section = ".".join(key.split(".")[1:2]) if key.startswith("hydra.") else ""
-    if hydra_section in REPLACED:
-        return REPLACED[hydra_section]
+def _about_unknown_key(key: str, written_key: str, groups: Mapping[str, Sequence[str]]) -> str:
+    """Return what to do about an unknown key.
+
+    `key` is the part that OmegaConf names, `written_key` what the user wrote: for ``optimizer.lrr``
+    both, for ``optimzer.lr`` the first is ``optimzer``.
+    """
     if key.startswith("hydra."):
-        return "Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
-    hint = suggest_key(meant, groups)
+        hydra_section = key.removeprefix("hydra.").partition(".")[0]
+        no_such_key = "Hydra has no such key; `agenttrain --cfg hydra` shows those it has"
+        return REPLACED.get(hydra_section, no_such_key)
+    hint = suggest_key(written_key, groups)
     if not hint:
         section = _split(key)[0]
         siblings = [_split(name)[1] for name in setting_keys() if _split(name)[0] == section]
         hint = f"; the keys {f'of {section} ' if section else ''}are: {', '.join(siblings)}"
-        if not siblings:
+        if not siblings:  # no section that has known keys: Hydra adds a key there only with +
             hint = f"; a new one begins with +: +{key}=…"
     return f"unknown key{hint}"
 
@@ -316,29 +329,36 @@ def _annotation(key: str) -> Any:
     for part in key.split("."):
         if not is_dataclass(cls):
             return None
+        # The class of a section is looked up first: its type hint may be `Class | None`, which has
+        # no fields to go on with. Other settings have their hint only.
         section: Any = sections_below(cast(type, cls)).get(part)
         cls = section or get_type_hints(cls).get(part)
     return cls
 
 
 def _expected(key: str, value: object) -> str | None:
-    """Return what a key expects, e.g. "expected one of: group, leave_one_out", or None."""
-    cls = _annotation(key)
+    """Return what a key expects, e.g. "expected one of: group, leave_one_out", or None.
+
+    `value` is the value that was refused; None: null, or the key was to be left out (``~key``).
+    """
+    annotation = _annotation(key)
     if key == SOURCES and value is None:
         return f"is a section; {LEAVE_OUT_SOURCES}"
-    if is_dataclass(cls) or get_origin(cls) is dict or key in choices():
+    # `choices` has sections whose class depends on a choice, e.g. engine=vllm.
+    is_section = is_dataclass(annotation) or get_origin(annotation) is dict or key in choices()
+    if is_section:
         return f"is a section; set its keys with {key}.<key>=…"
-    optional = NoneType in get_args(cls)
-    if get_origin(cls) in (Union, UnionType):  # X | None
-        (cls,) = (kind for kind in get_args(cls) if kind is not NoneType)
-    tail = ", or null" if optional else ""
-    if isinstance(cls, type) and issubclass(cls, Enum):
-        names = [member.name for member in cls]
-        return f"expected one of: {', '.join(names)}{tail}{did_you_mean(str(value), names)}"
-    if get_origin(cls) in (list, tuple):
-        items = " of texts" if get_args(cls) == (str,) else ""
+    kind, or_null = annotation, ""
+    if get_origin(annotation) in (Union, UnionType):  # X | None
+        (kind,) = (part for part in get_args(annotation) if part is not NoneType)
+        or_null = ", or null"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        names = [member.name for member in kind]
+        return f"expected one of: {', '.join(names)}{or_null}{did_you_mean(str(value), names)}"
+    if get_origin(kind) in (list, tuple):
+        items = " of texts" if get_args(kind) == (str,) else ""
         return f"expected a list{items}, e.g. {key}=[…]"
-    return f"expected {EXPECTED[cls]}{tail}" if cls in EXPECTED else None
+    return f"expected {EXPECTED[kind]}{or_null}" if kind in EXPECTED else None
 
 
 def with_files(text: str, overrides: Sequence[str], config_name: str) -> str:
@@ -449,11 +469,19 @@ def _probable_settings(group: str, option: str) -> str:
 def _explain_other(
     error: Exception, overrides: Sequence[str], groups: Mapping[str, Sequence[str]]
 ) -> str:
-    """Return the message for an error that names no key: it is recognized by its text."""
+    """Return the message for an error that names no key: it is recognized by its text.
+
+    Comments have an override that leads to each case.
+    """
+    # OmegaConf cannot set a key below a section that is null.
     if "Unexpected type for root" in str(error):
-        if any("hydra.sweeper" in text for text in overrides):  # +hydra.sweeper.params.seed=…
+        # +hydra.sweeper.params.seed=1,2: that section is null unless a file of the group sweep,
+        # which has such keys for Hydra's own sweepers, fills it.
+        if any("hydra.sweeper" in text for text in overrides):
             remedy = "is for files of the group sweep; type the values: -m seed=1,2"
             return f"hydra.sweeper.params: {remedy}"
+        # a.b=null a.b.c=1: the null section is within another one, so that the key below it has two
+        # dots. The error does not name the key: show all overrides of this form.
         nested = [text for text in overrides if text.count(".") > 1]
         return f"{' '.join(nested)}: is below a section that is null; leave the null out"
     # Hydra's messages about a group, and a key, that is added and there already.
@@ -461,22 +489,28 @@ def _explain_other(
     present = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
+        # algorithm/objective@foo=cispo
         if str(error).startswith(f"Could not override '{key}'") and "@" in key:
             group = key.partition("@")[0]
             return f"{override}: no group stands at that place; write {group}={value}"
+        # ~zzz
         if override.startswith("~") and "Could not delete" in str(error):
             remedy = f"; to leave all of it out write {key}=[]" if key in groups else ""
             return f"{override}: there is nothing of that name to leave out{remedy}"
+        # experiment=null
         if key in groups and value == "null":
             options = ", ".join(groups[key])
             remedy = (
                 f"{key}=[] leaves all out" if key in SEVERAL else "leave it out for the default"
             )
             return f"{override}: a group takes an option ({options}); {remedy}"
+        # +experiment=shop
         if override.startswith("+") and (key in groups or (several and key == several[1])):
             return f"{override}: the group is there already; write {key}={value}"
+        # +steps=5
         if present and override.startswith("+") and key == present[1]:
             return f"{override}: the key is there already; write {key}={value}"
+        # seed=1,2
         if f"Ambiguous value for argument '{override}'" in str(error):
             return (
                 f"{override}: several values; add -m to run one after the other, or write "

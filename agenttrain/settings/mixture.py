@@ -139,14 +139,18 @@ def mixture_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _evaluation_problems(config: RunConfig) -> Iterator[str]:
-    """Yield settings of evaluations that no source has questions for."""
+    """Yield settings of evaluations that no source has questions for.
+
+    A source asks `eval.questions` of its test rows: its own number, or else the run's.
+    """
     if has_questions(config.data, config.eval.questions):
         return
     every, sources = config.eval.every, config.data.sources
     has_rows = has_test_rows(config.data)
     why = "every source has eval.questions=0" if has_rows else "no source has test rows"
     remedy = f"set {SOURCES}.{next(iter(sources))}.eval.questions=…, or " if has_rows else ""
-    # eval.questions=0 turns evaluations off, whatever eval.every is. It does in other runs too.
+    # The run's own eval.questions=0 is the way to turn evaluations off. Then eval.every, which has
+    # a default, is no mistake.
     if config.eval.questions and every is not None:
         yield f"eval.every={every}: {why}; {remedy}leave it out"
     if config.checkpoint.keep_best:

@@ -119,7 +119,11 @@ def _base_of_adapters(policy: ModelConfig) -> Iterator[HubModel]:
 
 
 def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
-    """Yield the hub data sets that a verb reads, once for each section that names one."""
+    """Yield the hub data sets that a verb reads, once for each section that names one.
+
+    Example: for ``data=hub data.path=openai/gsm8k`` these are the sections ``data.train``,
+    ``data.test`` and ``data``, each of which has a `path` and a `revision`.
+    """
     if verb in WITHOUT_DATA:
         return
     places: dict[tuple[str, ...], DataConfig] = {
@@ -132,12 +136,14 @@ def hub_rows(config: RunConfig, verb: str) -> Iterator[HubModel]:
             for keys, section in sections.items()
             if section.get("_target_") == HUB_ROWS
         }
-        # `data.path` and `data.revision` may stand for both splits, which read them by
-        # interpolation.
-        if data.path in [path for path, _ in named.values()]:
+        # The splits may have got their path and revision from `data.path` and `data.revision`, by
+        # interpolation. Then config.yaml holds them at both places, and both are pinned.
+        split_paths = [path for path, _ in named.values()]
+        if data.path is not None and data.path in split_paths:
             named[place] = (data.path, data.revision)
         for section_keys, (path, revision) in named.items():
             if isinstance(path, str) and not Path(path).exists():  # else it is a local folder
+                # `loaded` is about weights, which rows have not.
                 yield HubModel(section=section_keys, path=path, revision=revision, loaded=False)
 
 

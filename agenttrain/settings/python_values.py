@@ -70,12 +70,13 @@ def as_overrides(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]
 def _without_old_rows(key: str, section: Mapping[str, Any]) -> Iterator[str]:
     """Yield the overrides that remove the experiment's rows, if `section` has rows of its own.
 
-    Hydra merges mappings: the arguments of the experiment's rows would stay beside the new ones.
+    Rows of its own are functions or classes: ``{"train": my_rows}`` at the key ``data``. Hydra
+    merges mappings: the arguments of the experiment's rows would stay beside the new ones.
     """
     if key == "data" and any(map(_has_code, section.values())):
-        yield "data=own"
+        yield "data=own"  # the option whose `train` and `test` are empty
     elif key == "data" and _has_own_rows(section.get("sources")):
-        yield "data=mix"  # which has no rows beside those of the sources
+        yield "data=mix"  # the option for sources, whose `train`, `test` and `sources` are empty
     elif _is_source(key) and any(_has_code(section.get(split)) for split in SPLITS):
         for split in SPLITS:
             yield f"{key}.{split}=null"
@@ -154,7 +155,10 @@ def _is_code(value: object) -> bool:
 
 
 def _has_code(section: object) -> bool:
-    """Return True for a section of a function or class: it alone, or with arguments beside it."""
+    """Return True for a function or class, alone or as a section with arguments.
+
+    Example of a section: ``{"_target_": my_rows, "n": 100}``.
+    """
     return _is_code(section.get("_target_") if isinstance(section, Mapping) else section)
 
 

@@ -89,8 +89,29 @@ def named_gpus(config: RunConfig, verb: str) -> tuple[int, ...]:
 
 
 def role_problems(config: RunConfig) -> Iterator[str]:
-    """Yield problems of roles: one without servers, one that nothing names, reserved arguments."""
+    """Yield problems of roles: one without servers, one that nothing names, reserved arguments.
+
+    A role is a model besides the policy, such as the judge, whose servers the run starts.
+    """
     role_of_key = roles_named(config)
+    yield from _named_role_problems(config, role_of_key)
+    yield from _set_role_problems(config, role_of_key)
+    yield from _node_problems(config, role_of_key)
+    temperature = config.rollout.temperature
+    if TEACHER in role_of_key and temperature != 1:
+        # A teacher scores the policy's tokens as a prompt. vLLM computes logprobs of a prompt at
+        # temperature 1 only, and the policy's are computed at `rollout.temperature`.
+        yield (
+            f"rollout.temperature={shown(temperature)}: servers score at temperature 1, as vLLM "
+            f"has no other for a prompt; set it to 1, or let {TEACHER} name a model"
+        )
+
+
+def _named_role_problems(config: RunConfig, role_of_key: Mapping[str, str]) -> Iterator[str]:
+    """Yield the settings that name a role that does not exist, or has no model.
+
+    `role_of_key` is the result of `roles_named`.
+    """
     for key, role in role_of_key.items():
         if role not in ROLES:
             yield (
@@ -102,6 +123,13 @@ def role_problems(config: RunConfig) -> Iterator[str]:
                 f"{key}={ROLE}{role}: roles.{role}.model is not set; name the model that its "
                 f"servers have: roles.{role}.model=…"
             )
+
+
+def _set_role_problems(config: RunConfig, role_of_key: Mapping[str, str]) -> Iterator[str]:
+    """Yield roles with a model that no setting names, and vLLM's flags that are not theirs to set.
+
+    `role_of_key` is the result of `roles_named`.
+    """
     consumers = {
         "judge": "reward.judge.url=role:judge",
         "user": "user.url=role:user",
@@ -116,18 +144,14 @@ def role_problems(config: RunConfig) -> Iterator[str]:
             )
         arguments = () if model is None else getattr(config.roles, role).args
         for name in arguments:
-            if (owner := _owner(role, name)) is not None:
-                instead = f", set {owner}" if owner else ""  # "": agenttrain sets it itself
-                yield f"roles.{role}.args.{name}: is set by agenttrain; leave it out{instead}"
-    yield from _node_problems(config, role_of_key)
-    if TEACHER not in role_of_key:
-        return
-    temperature = config.rollout.temperature
-    if temperature != 1:
-        yield (
-            f"rollout.temperature={shown(temperature)}: servers score at temperature 1, as vLLM "
-            f"has no other for a prompt; set it to 1, or let {TEACHER} name a model"
-        )
+            flag = name.strip("-").replace("-", "_")
+            if flag not in OWNED:  # vLLM's flags that agenttrain sets -> the policy's setting
+                continue
+            section, _, key = OWNED[flag].partition(".")
+            # Roles have the keys of the policy's sections `engine` and `servers`. For other flags
+            # there is no setting.
+            remedy = f", set roles.{role}.{key}" if section in ("engine", "servers") else ""
+            yield f"roles.{role}.args.{name}: is set by agenttrain; leave it out{remedy}"
 
 
 def _node_problems(config: RunConfig, role_of_key: Mapping[str, str]) -> Iterator[str]:
@@ -151,12 +175,3 @@ def _node_problems(config: RunConfig, role_of_key: Mapping[str, str]) -> Iterato
             f"{key}={ROLE}{role}: with distributed.nodes={nodes} processes of other nodes would "
             f"ask its servers, which answer on the first node only; {remedy}"
         )
-
-
-def _owner(role: str, name: str) -> str | None:
-    """Return the setting that writes a vLLM flag, "" if agenttrain sets it itself, else None."""
-    owner = OWNED.get(name.strip("-").replace("-", "_"))
-    if owner is None:
-        return None
-    section, _, key = owner.partition(".")
-    return f"roles.{role}.{key}" if section in ("engine", "servers") else ""

@@ -15,7 +15,12 @@ from agenttrain.data.mixture import shares_of
 from agenttrain.launch.config import DistributedName
 from agenttrain.rewards.config import RewardSettings
 from agenttrain.rollout.config import tasks_of_round
-from agenttrain.settings.components import reward_sections, rewarding, stop_tools, tool_names
+from agenttrain.settings.components import (
+    has_rewarding_environment,
+    reward_sections,
+    stop_tools,
+    tool_names,
+)
 from agenttrain.settings.mixture import source_views
 from agenttrain.settings.run_config import RunConfig
 from agenttrain.utils.sections import plain, shown
@@ -178,7 +183,7 @@ def _tasks(config: RunConfig) -> dict[str, str]:
         test = _as_call(config.data.test)
     elif has_test_rows(config.data):  # by `data.test_fraction`
         test = "held out of the train data"
-    sections = reward_sections(config, rewarding=rewarding(config))
+    sections = reward_sections(config, add_environment=has_rewarding_environment(config))
     settings = {field.name for field in fields(RewardSettings)}
     width = max(map(len, sections), default=0)
     rewards = [

@@ -37,8 +37,8 @@ ALWAYS_SIGNED = ("tools", "environment", "reward", "data")
 SOMETIMES_SIGNED = (
     *("algorithm.objective", "engine", "rollout.compaction", "agent", "user", "tracker"),
 )
-"""Sections that a signature without a list of sections covers: ALWAYS_SIGNED, and those of
-SOMETIMES_SIGNED that the version that signed took for code."""
+"""Sections that the signature of an older version covers, which has no list of sections: all of
+ALWAYS_SIGNED, and those of SOMETIMES_SIGNED that this version regarded as code."""
 
 
 def _exists_in_package(path: str) -> bool:
@@ -143,12 +143,17 @@ def _without_secrets(value: UntrustedValue) -> Any:
 def signature(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of `provenance` with which this user signs the settings.
 
+    Signed are the sections that hold more than plain data: code, commands and addresses
+    (`untrusted_values`), and texts that read outside the settings (`resolvers`), such as
+    ``${oc.env:HOME}``. A later command runs them without asking if the signature is valid.
+
     Example: ``{"signed": ["tools", "servers"], "signature": "5a…"}``. The signature is None if all
     values are data, or the user's key can be neither read nor made.
     """
-    untrusted = (value.path[0] for value in chain(untrusted_values(plain), resolvers(plain)))
-    sections = list(dict.fromkeys(untrusted))
-    return {SIGNED: sections, SIGNATURE: sign(_covered(plain, sections)) if sections else None}
+    values = chain(untrusted_values(plain), resolvers(plain))
+    sections = list(dict.fromkeys(value.path[0] for value in values))
+    content = _signed_content(plain, sections)
+    return {SIGNED: sections, SIGNATURE: sign(content) if sections else None}
 
 
 def own_sections(plain: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -160,11 +165,12 @@ def own_sections(plain: Mapping[str, Any]) -> list[tuple[str, ...]]:
     if not isinstance(provenance, Mapping):
         return []
     saved_signature, sections = provenance.get(SIGNATURE), provenance.get(SIGNED)
-    if isinstance(sections, list):
-        if verifies(_covered(plain, sections), saved_signature):
+    if isinstance(sections, list):  # top-level sections, as `signature` lists them
+        if verifies(_signed_content(plain, sections), saved_signature):
             return [(str(name),) for name in sections]
         return []
-    # A signature of an older version names no sections: find the set that it covers.
+    # A signature of an older version names no sections: find the set that it covers. Some of these
+    # are below the top level: algorithm.objective.
     for count in range(len(SOMETIMES_SIGNED) + 1):
         for extra in combinations(SOMETIMES_SIGNED, count):
             covered = (*ALWAYS_SIGNED, *extra)
@@ -173,8 +179,8 @@ def own_sections(plain: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return []
 
 
-def _covered(plain: Mapping[str, Any], sections: Sequence[Any]) -> Any:
-    """Return what a signature over these sections is computed from."""
+def _signed_content(plain: Mapping[str, Any], sections: Sequence[Any]) -> Any:
+    """Return the names and contents of these sections, from which their signature is computed."""
     return ["config.yaml", [[name, plain.get(name)] for name in sections]]
 
 

@@ -20,11 +20,11 @@ from command_kit import parse
 
 from agenttrain.launch.config import DistributedConfig, DistributedName
 from agenttrain.launch.processes import (
+    accelerate_problems,
     adopt,
-    check_processes,
-    foreign_problems,
+    adopt_and_check_processes,
     is_later_node,
-    lone_process_problem,
+    missing_peers_problem,
     node_rank,
     resolve,
 )
@@ -420,26 +420,26 @@ def test_what_torchrun_started_is_checked_as_it_is(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("SLURM_NODEID", "1")  # torchrun numbers the machines as it likes
     run = composed()
-    check_processes(parse([]), [run])
+    adopt_and_check_processes(parse([]), [run])
     assert not is_later_node(run.config.distributed)
     shared = composed("engine=vllm", "engine.tensor_parallel_size=2")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: with distributed=ddp each"):
-        check_processes(parse([]), [shared])
+        adopt_and_check_processes(parse([]), [shared])
     restarted = composed("distributed=ddp", "distributed.restarts=3")
     with pytest.raises(ConfigError, match=r"distributed.restarts=3: torchrun starts the processes"):
-        check_processes(parse([]), [restarted])
+        adopt_and_check_processes(parse([]), [restarted])
 
 
 def test_what_accelerate_was_told_is_not_left_out(monkeypatch):
-    assert list(foreign_problems("no")) == []
+    assert list(accelerate_problems("no")) == []
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    fsdp, precision, backend = foreign_problems("no")
+    fsdp, precision, backend = accelerate_problems("no")
     assert fsdp == "ACCELERATE_USE_FSDP=true: set distributed=fsdp2 instead"
     assert precision.startswith("ACCELERATE_MIXED_PRECISION=bf16: the run has training.mixed_")
     assert backend.startswith("ACCELERATE_DYNAMO_BACKEND=INDUCTOR: ")
-    assert list(foreign_problems("bf16")) == [fsdp, backend]
+    assert list(accelerate_problems("bf16")) == [fsdp, backend]
 
 
 ACCELERATE = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -460,11 +460,11 @@ ACCELERATE = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_
 def test_a_process_that_was_to_be_one_of_several_does_not_train_alone(
     environment: dict[str, str], alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    problem = lone_process_problem(environment)
+    problem = missing_peers_problem(environment)
     assert bool(problem) == alone
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     if alone:
         with pytest.raises(ConfigError, match=r"distributed\.processes"):
-            check_processes(parse([]), [composed()])
-        check_processes(parse([]), [composed(*TWO)])
+            adopt_and_check_processes(parse([]), [composed()])
+        adopt_and_check_processes(parse([]), [composed(*TWO)])
