@@ -33,7 +33,7 @@ def show(config: RunConfig, prompts: int) -> int:
         certificate, tasks = components.certificate, components.tasks
         missing = False
         for part in components.parts:  # of each source of a mixture, or of the run
-            with part.located():  # errors name the keys that the run has for a source's
+            with part.relocated_errors():
                 missing |= _print_rows(part)
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_tasks_with_prompts(shown, components)):

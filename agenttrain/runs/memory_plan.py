@@ -589,8 +589,8 @@ def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
     if teacher is not None:
         # The teacher scores before the policy's forward pass: only the larger one counts.
         teacher_size = _gathered_bytes(_empty_teacher(teacher))
-        teacher_why = "the teacher's embeddings, head and two layers"
-        size, why = max((size, why), (teacher_size, teacher_why))
+        if teacher_size >= size:
+            size, why = teacher_size, "the teacher's embeddings, head and two layers"
     yield MemoryItem(name="gathered", bytes=size, why=why, when=(When.update,))
     # A sync sends the policy's weights to an engine in another process that has a copy of its own.
     if has_rollout_process(config) and run_spec(config).own_weights:

@@ -293,7 +293,7 @@ class Run:
 
     async def _train(self, components: Components) -> None:
         """Train by reinforcement or supervised learning; evaluate before and after."""
-        with self._metered():
+        with self._recording_usage():
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 # A signal in the block stops the run between two phases, with a checkpoint.
@@ -336,7 +336,7 @@ class Run:
 
     async def _evaluate(self, components: Components) -> None:
         """Evaluate the model as it is, without training."""
-        with self._metered():
+        with self._recording_usage():
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 evaluations = await trainer.evaluate("eval")
@@ -432,7 +432,7 @@ class Run:
             self._record_end(**{name: earlier + time.perf_counter() - started})
 
     @contextmanager
-    def _metered(self) -> Iterator[None]:
+    def _recording_usage(self) -> Iterator[None]:
         """Record the block's seconds and the run's usage in summary.json, even if it raises."""
         with self._timed("seconds"):
             try:
@@ -717,7 +717,7 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     checkpoints = run.checkpoints(saved_tokenizer(components.chat))
     state = run.restore(checkpoints, policy)
     done = 0 if state is None else state["step"]
-    # After the checkpoint is loaded: the engine starts with its weights. `probe` checks later syncs.
+    # After the checkpoint is loaded: the engine starts with its weights. `probe` checks later ones.
     probe = await _first_sync(run, components, policy, engine, done)
     await roles.ready()
     run.tracker = stack.enter_context(run.make_tracker(done))

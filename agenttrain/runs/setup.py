@@ -110,7 +110,7 @@ def complete(components: Components) -> None:
         _check_demonstrations(components)
         return
     for part in components.parts:
-        with part.located():
+        with part.relocated_errors():
             test = part.tasks.by_key.get("data.test")
             if test is not None and part.config.eval.questions:
                 check_columns(test, {"eval.group_by": part.config.eval.group_by})
@@ -123,7 +123,7 @@ def complete(components: Components) -> None:
             _check_single_steps(components)
         prepare_images(components)
     for part in components.parts:
-        with part.located():
+        with part.relocated_errors():
             needed = part.needed_columns  # builds the rubric, which checks the rows' own tools
             _check_prompts_fit(part, training=verb == "train")
             for key, source in part.tasks.by_key.items():
@@ -227,7 +227,7 @@ class Components:
         return self.sources.get(task.source, self)
 
     @contextmanager
-    def located(self) -> Iterator[None]:
+    def relocated_errors(self) -> Iterator[None]:
         """Let errors of the block about settings of a source name the keys that the run has."""
         try:
             yield
@@ -259,7 +259,7 @@ class Components:
         """Both are built together: a stop tool is a tool or an environment's method."""
         if self._tools is not None:
             return self._tools
-        with self.located():
+        with self.relocated_errors():
             return self._build_tools()
 
     def _build_tools(self) -> tuple[Toolbox, Environments]:
@@ -330,7 +330,7 @@ class Components:
         # An environment, or an agent outside, makes the prompt itself. Demonstrations of `sft` have
         # no such thing: their rows are whole conversations.
         needs_prompt = self.verb == "sft" or self.rows_are_prompts
-        with self.located():  # errors name data.sources.<source>.… if this is a mixture's source
+        with self.relocated_errors():  # of a mixture's source: data.sources.<source>.…
             return build_tasks(
                 self.config.data,
                 seed=self.config.seed,
@@ -441,9 +441,9 @@ class Components:
         # A mixture has no rows but those of its sources.
         lengths: dict[str, list[int]] = {}
         for part in self.sources.values():
-            # data.train of the source shop is data.sources.shop.train of the run: `located` says so
-            # in errors, and `relocated` returns this key.
-            with part.located():
+            # data.train of the source shop is data.sources.shop.train of the run: errors name this
+            # key, and `lengths` has it.
+            with part.relocated_errors():
                 for key, split_lengths in part.prompt_lengths.items():
                     lengths[part.relocated(key)] = split_lengths
         return lengths
