@@ -368,9 +368,10 @@ class AlgorithmConfig:
     oversample: Number = Field(default=1.0, ge=1)
     """Tasks sampled per task that is trained on. The surplus is left out: first groups whose
     rewards are all equal, then the last in task order."""
+    # Settings without a line here are explained by their enum, whose members the reference lists.
     rewards: Data[Rewards] = Rewards.sum
-    advantage: Data[Advantage] = Advantage.group
-    scale: Data[Scale] = Scale.group
+    advantage: Data[Advantage] = Advantage.group  # baseline of a rollout's reward
+    scale: Data[Scale] = Scale.group  # divisor of an advantage
     credit: Annotated[CreditConfig, PlainValidator(credit_settings)] = field(
         default_factory=CreditConfig
     )
@@ -388,9 +389,9 @@ class AlgorithmConfig:
     mask_truncated: Data[bool] = False
     """Rollouts cut by a token limit get no gradient; they still count in their group's baseline."""
     off_policy_threshold: Number | None = None
-    """Nats per token. Trajectories of negative advantage get no gradient if their tokens lost more
-    log-probability than this since they were sampled, on average."""
-    behaviour: Data[Behaviour] = Behaviour.engine
+    """Nats per token. Trajectories of negative advantage get no gradient if the log-probability of
+    their tokens has fallen by more than this, on average, since they were sampled."""
+    behaviour: Data[Behaviour] = Behaviour.engine  # denominator of the ratio
     correction: OptionalSection[CorrectionConfig] = None
     """Weight of sampled tokens by their ratio trainer / engine; null: none."""
     router_replay: Data[RouterReplay] = RouterReplay.off
@@ -464,14 +465,14 @@ class AlgorithmConfig:
 
 
 def load_objective(algorithm: AlgorithmConfig) -> None:
-    """Import an objective of the user's, complete its section, and check it beside the other axes.
+    """Import an objective of the user's, add its defaults, and check it against `algorithm`.
 
     Without this call the first update would be the first to import it. Raises ConfigError.
     """
     if algorithm.objective.is_own:
-        # `plain` imports the function, checks the settings, and adds the defaults: the section is
-        # built anew from its own complete form.
-        algorithm.objective = Objective(algorithm.objective.plain())
+        # As plain data a section is complete: its function was imported, its settings checked.
+        complete_section = algorithm.objective.plain()
+        algorithm.objective = Objective(complete_section)
         if problems := list(_objective_problems(algorithm)):
             raise ConfigError("\n".join(problems))
 
@@ -498,7 +499,11 @@ def _without_effect(
 
 
 def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
-    """Yield the problems of the teacher's keys, alone and with settings that exclude a teacher."""
+    """Yield the problems of the teacher's keys, alone and with settings that exclude a teacher.
+
+    Messages name `algorithm.teacher.path`, because every teacher has one: a model that the training
+    processes load, or ``role:teacher``, whose servers score.
+    """
     teacher, key = a.teacher, "algorithm.teacher"
     if teacher is None:
         return
@@ -517,7 +522,7 @@ def _teacher_problems(a: AlgorithmConfig) -> Iterator[str]:
         needed=f"{key}.gate=failed or succeeded",
         prefix=key,
     )
-    if a.resamples:
+    if a.resamples:  # a teacher's advantages differ by token, also where all rewards are equal
         resampling = "dynamic_sampling" if a.dynamic_sampling else "oversample"
         yield (
             f"algorithm.{resampling}={getattr(a, resampling)}: replaces groups of equal rewards, "

@@ -53,12 +53,15 @@ def rewards_of_turns(
 ) -> TurnRewards:
     """Return the weighted reward of each turn. The last includes the reward of the whole rollout.
 
-    `penalty`, that of the rollout's KL, is subtracted from the last turn's. Example: weights
-    ``{"steps": 0.5}``, `turn_scores` ``{"steps": (1.0, 0.0)}`` and `rewards` ``{"steps": 1.0,
-    "exact": 1.0}`` give (0.5, 1.0).
+    `penalty`, the rollout's penalty on its KL to the reference, is subtracted from the reward of
+    the last turn. Example: weights ``{"steps": 0.5}``, `turn_scores` ``{"steps": (1.0, 0.0)}`` and
+    `rewards` ``{"steps": 1.0, "exact": 1.0}`` give (0.5, 1.0).
     """
+    # Here, and in `values`, turns stand trajectory by trajectory. `order` has their indices in the
+    # order of sampling, which is that of the result.
     states = tuple(state for trajectory in rollout.trajectories for state in trajectory.states)
     if rollout.reward is None or not rollout.turns:
+        # The order of states does not matter: without rewards no turn is compared.
         return TurnRewards(rewards=None, states=states)
     order = _sampling_order(rollout)
     last_turn = order[-1]
@@ -322,7 +325,11 @@ def _subtract_mean(values_RK: Tensor, *, leave_one_out: bool) -> Tensor:
 
 
 def _std(values_RK: Tensor) -> Tensor:
-    """Return the standard deviation (ddof=1) of [R rollouts, K turns], each rollout weighing 1."""
+    """Return the standard deviation (ddof=1) of [R rollouts, K turns], each rollout weighing 1.
+
+    The mean is that of the rollouts' means. The squares of a rollout's deviations from it are
+    averaged over its turns first: otherwise one rollout of many turns would outweigh the others.
+    """
     means_R = values_RK.nanmean(1)
     has_reward_R = ~means_R.isnan()
     count = int(has_reward_R.sum())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agenttrain.algorithms.config import AlgorithmConfig, CorrectionLevel, Credit
+from agenttrain.algorithms.config import AlgorithmConfig, CorrectionLevel, Credit, KlConfig
 from agenttrain.algorithms.correction import bound_ratio, correction_ratio, off_policy_keep
 from agenttrain.algorithms.credit import VARIANCES
 from agenttrain.algorithms.losses import kl_estimate
@@ -77,7 +77,7 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
     metrics |= {name: _metric_part(name, values) for name, values in output.metrics.items()}
     if correction is not None and not in_objective:
         loss_S = loss_S * (correction if on_token_level else correction[inputs.sequence_S])
-    if inputs.kept_S is not None:
+    if inputs.kept_S is not None:  # train the tokens of top entropy only
         loss_S = loss_S * inputs.kept_S
         metrics["mask/top_entropy"] = mean_parts(~inputs.kept_S)
     if config.off_policy_threshold is not None:
@@ -94,25 +94,35 @@ def policy_loss(inputs: LossInputs, config: AlgorithmConfig) -> tuple[Tensor, Me
         loss_S = loss_S * keeps_gradient_B[inputs.sequence_S]
         metrics["mask/off_policy"] = mean_parts(~keeps_gradient_B)
     if (kl := config.kl_in_loss) is not None:
-        if inputs.ref_logprobs_S is None:
-            raise ValueError(f"algorithm.kl.beta={kl.beta}: the loss needs ref_logprobs_S")
-        kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, kl.estimator)
-        if kl.bias_correction:
-            kl_S = kl_S * objective_inputs.ratio(Ratio.token)
+        # After the masks, as in TRL: tokens without an objective are held to the reference too.
+        kl_S = _kl_term(objective_inputs, kl)
         loss_S = loss_S + kl.beta * kl_S
         metrics["kl"] = mean_parts(kl_S.detach())
     # Weights are 1 / (tokens of the whole update) and the like: parts of microbatches add up.
     loss = (loss_S * inputs.weights_B[inputs.sequence_S]).sum()
     if inputs.bonus:
-        if inputs.entropy_S is None:
-            raise ValueError(f"bonus={inputs.bonus}: the loss needs entropy_S")
-        # A sequence of weight 0 is not trained, so it gets no bonus either.
-        entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.sequence_S]
-        if inputs.kept_S is not None:
-            entropy_S = entropy_S * inputs.kept_S
         # `bonus` is divided by the update's tokens already, so this is not multiplied by weights_B.
-        loss = loss - inputs.bonus * entropy_S.sum()
+        loss = loss - inputs.bonus * _trained_entropy(inputs).sum()
     return loss, metrics
+
+
+def _kl_term(inputs: LossInputs, kl: KlConfig) -> Tensor:
+    """Return the estimated KL to the reference of each token, [S], without its weight `kl.beta`."""
+    if inputs.ref_logprobs_S is None:
+        raise ValueError(f"algorithm.kl.beta={kl.beta}: the loss needs ref_logprobs_S")
+    kl_S = kl_estimate(inputs.logprobs_S, inputs.ref_logprobs_S, kl.estimator)
+    return kl_S * inputs.ratio(Ratio.token) if kl.bias_correction else kl_S
+
+
+def _trained_entropy(inputs: LossInputs) -> Tensor:
+    """Return the entropy of each token, [S], 0 for tokens that are not trained: they get no bonus.
+
+    These are the tokens of sequences of weight 0, and those outside the top entropy (`kept_S`).
+    """
+    if inputs.entropy_S is None:
+        raise ValueError(f"bonus={inputs.bonus}: the loss needs entropy_S")
+    entropy_S = inputs.entropy_S * (inputs.weights_B > 0)[inputs.sequence_S]
+    return entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
 
 
 def _check_output(output: object, inputs: LossInputs, config: AlgorithmConfig) -> None:
@@ -169,8 +179,9 @@ def mean_parts(values: Tensor) -> Tensor:
 def extremes(name: str, values: Tensor) -> MetricParts:
     """Return the metrics `<name>/min` and `<name>/max` of values of any shape, NaN left out.
 
-    Without values they are inf and -inf, which change no minimum and no maximum. A part has two
-    numbers, as that of a mean (sum, count): here both are the extreme.
+    Without values they are inf and -inf, which change no minimum and no maximum. Each is given
+    twice, because every part of `MetricParts` has two numbers: those of a mean are (sum, count),
+    and processes exchange all parts as one tensor.
     """
     # NaN is replaced, not left out: on a GPU a selection by mask waits for all queued work.
     is_nan, values = values.isnan().flatten(), values.float().flatten()

@@ -36,17 +36,16 @@ def kl_estimate(logprobs_S: Tensor, ref_logprobs_S: Tensor, estimator: KlEstimat
 def token_weights(
     lengths_B: Tensor, aggregation: Aggregation, *, tokens: int, rollouts: int, fixed_length: int
 ) -> Tensor:
-    """Return the weight in the loss of each token of a sequence, by sequence, [B].
+    """Return the weight of a token's loss for each sequence, [B]: all its tokens have the same.
 
-    The weights depend on all microbatches and processes of an optimizer update, so that the
-    weighted sums of its parts add up to exactly its loss.
-
-    A sequence is a trajectory, and lengths_B counts the sampled tokens of its whole rollout.
-    `tokens` and `rollouts` count the whole update, including those without a gradient.
-    `fixed_length` is the limit on a completion's tokens.
+    A sequence is a trajectory, one of perhaps several of its rollout. lengths_B is the number of
+    sampled tokens of each sequence's rollout, all its trajectories together. `tokens` and
+    `rollouts` count the whole optimizer update, including those without a gradient, so that the
+    weighted sums of microbatches and processes add up to exactly its loss. `fixed_length` is the
+    limit on a completion's tokens.
 
     token_mean: 1 / tokens (DAPO, https://arxiv.org/abs/2503.14476). sequence_mean:
-    1 / (rollouts x length): the mean over rollouts of each one's mean (GRPO,
+    1 / (rollouts x length), the mean over rollouts of each one's mean (GRPO,
     https://arxiv.org/abs/2402.03300). sequence_sum: 1 / rollouts, so that a long rollout weighs as
     much more as it is longer (LUSPO, https://arxiv.org/abs/2602.05261). fixed_length:
     1 / (rollouts x fixed_length) (Dr. GRPO, https://arxiv.org/abs/2503.20783).
@@ -54,9 +53,8 @@ def token_weights(
     Example: an update of lengths [3, 1], with fixed_length 10, has the weights [1/4, 1/4],
     [1/6, 1/2], [1/2, 1/2] or [1/20, 1/20].
 
-    A loss on the level of sequences is the same number at each of a sequence's tokens, so that
-    sequence_mean makes it the mean over rollouts, as in RLOO. In a rollout of several trajectories
-    each counts by its tokens.
+    An objective of whole sequences gives all tokens of a sequence the same loss. Then sequence_mean
+    is the mean over rollouts of this loss, as in RLOO.
     """
     # float64: the weights are rounded to float32 once, in the packed batch.
     lengths_B = lengths_B.double()

@@ -36,7 +36,7 @@ def show(config: RunConfig, prompts: int) -> int:
         # One part for each source of a mixture; a single one without a mixture.
         for part in components.parts:
             # Errors name a source's key as the run has it: data.sources.shop.where for data.where.
-            with part.located():
+            with part.relocated_errors():
                 lacks_column |= _print_rows(part)
         shown = tasks.train.tasks(0, min(prompts, len(tasks.train)))
         for task in asyncio.run(_tasks_with_prompts(shown, components)):

@@ -147,13 +147,16 @@ def build_rows(section: Mapping[str, Any], key: str) -> Rows:
             inspect.signature(target).bind(index=0, **bound)
             return GeneratedRows(target, **bound)
         inspect.signature(target).bind(**bound)
-        table = _numbered_rows(target(**bound), where)
+        # Rows as the target returns them; those of an iterator are read into a list.
+        result = _numbered_rows(target(**bound), where)
     except TypeError as error:
         raise ValueError(f"{where} with {hide_in_settings(bound)}: {error}") from error
     except ValueError as error:
+        # "split=…: no such split" of the target becomes "data.train.split=…: no such split".
         raise ValueError(about_argument(error, key, bound)) from error
     try:
-        rows = as_rows(table, str(section["_target_"]))
+        # A table of datasets, pyarrow or pandas becomes rows; others stay as they are.
+        rows = as_rows(result, str(section["_target_"]))
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
@@ -191,7 +194,8 @@ def _usable_rows(
 ) -> Rows:
     """Return the transformed rows that can become tasks.
 
-    Rows without end are checked when they are used instead.
+    Notes for the user, on rows that are left out, are appended to `notes`. Rows without end are
+    checked when they are used instead.
     """
     transformed = TransformedRows(rows, transform)
     if not isinstance(rows, GeneratedRows):

@@ -150,7 +150,7 @@ def _read_source(name: str, section: object) -> SourceConfig:
     source_keys = [part for part in field_names(SourceConfig) if part not in MIXTURE_KEYS]
     problems = []
     for part, value in section.items():
-        if part in MIXTURE_KEYS and value:
+        if part in MIXTURE_KEYS and value:  # a saved config.yaml has them, empty
             problems.append(
                 f"{key}.{part}={shown(value)}: a source has no sources of its own; leave it out"
             )
@@ -164,17 +164,15 @@ def _read_source(name: str, section: object) -> SourceConfig:
             f"+data@{key}=file"
         )
         raise_problems(problems)  # the other checks read `train`
+    values = {part: value for part, value in section.items() if part in source_keys}
+    # `test: null` takes the test rows of a group away: an empty section would be merged with them.
+    if "test" in values and values["test"] is None:
+        values["test"] = {}
     own_sections = [part for part in OWN_SECTIONS if section.get(part) is not None]
     try:
-        source = TypeAdapter(SourceConfig).validate_python(
-            {
-                # Null takes the rows of a group away, which an empty section would not.
-                part: {} if part == "test" and value is None else value
-                for part, value in section.items()
-                if part in source_keys
-            }
-        )
+        source = TypeAdapter(SourceConfig).validate_python(values)
     except ValidationError as error:
+        # The checks name data.where, tools.…; in the run these are keys of data.sources.<name>.
         problems += [at_source(name, own_sections, line) for line in problem_lines(error, key)]
     raise_problems(problems)
     return source
@@ -240,7 +238,8 @@ class DataConfig:
     where: Data[str | None] = None
     """JMESPath expression over a row as it was read; rows of which it is not true are left out."""
     min_reward: Number | None = None
-    """data=rollouts: least reward of a rollout to learn from; None: any, or none at all."""
+    """data=rollouts: least reward of a rollout to learn from; None: all rollouts, also those
+    without a reward."""
     map: Data[dict[str, str]] = field(default_factory=dict)
     """Column -> JMESPath expression over the row, e.g. {prompt: question}; others stay."""
     prompt: Data[str | None] = None
@@ -301,6 +300,7 @@ class DataConfig:
         if self.shuffle and self._is_endless:
             yield "data.shuffle=true: rows without end have no shuffled order; leave it out"
         if self.test_fraction is not None:
+            # If train and test name the same rows, some of these are held out for the test.
             names_other_rows = names_test_rows(self) and self.train != self.test
             if names_other_rows or self._is_endless:  # endless rows are made for each split
                 yield (
@@ -428,13 +428,16 @@ HOLD_OUT = "data.test_fraction=0.1 holds some of data.train out"
 def names_test_rows(data: DataConfig) -> bool:
     """Return True if data.test names rows of its own.
 
-    A section that reads rows from a path names none until it has a path, or another argument that
-    differs from that of data.train, such as the split.
+    The groups file, hub and rollouts fill data.test like data.train, without a path. Such a section
+    names no rows until it has a path, or another value that differs from that of data.train: the
+    split, or a `_target_` of another group.
     """
     needs_path = data.test.get("_target_") in (FILE_ROWS, HUB_ROWS, ROLLOUT_ROWS)
     if not needs_path or data.test.get("path") is not None:
         return bool(data.test)
-    return any(value not in (None, data.train.get(name)) for name, value in data.test.items())
+    return any(
+        value is not None and value != data.train.get(name) for name, value in data.test.items()
+    )
 
 
 def has_test_rows(data: DataConfig) -> bool:

@@ -45,9 +45,10 @@ class Curriculum:
     same tasks, and so does a resumed run. A step repeats a row only if it needs more tasks than
     there are rows.
 
-    One step is open: `tasks` chooses its rows. `close` ends it and opens the next one, which can
-    choose its own before the results of the closed step are known. `learn` takes the results of the
-    oldest closed step. Example::
+    A row is a number of `source`. A step goes through three states. While it is open, `tasks`
+    chooses its rows. `close` ends it and opens the next step, which can choose rows before the
+    results of the closed step are known. `learn` takes the results of the oldest closed step, which
+    is then learnt. A row is used if a closed or learnt step has it, else it is new. Example::
 
         curriculum = Curriculum(source, config, seed=0)
         tasks = curriculum.tasks(0, 8)
@@ -115,16 +116,17 @@ class Curriculum:
         return results
 
     def learn(self, cursor: int, results: Iterable[Result]) -> None:
-        """Finish the oldest step that has no results yet, whose tasks end at `cursor`.
+        """Learn the results of the oldest step that is not learnt.
 
-        `results` are those of all groups of the step. It is closed first if it is still open.
+        `results` are those of all groups of the step. `cursor` is the number of tasks of the run up
+        to the end of this step. If the step is still open, it is closed first.
         """
         # By task id: rollouts that succeeded, and rollouts with a reward.
         success_counts, reward_counts = Counter[str](), Counter[str]()
         for task_id, successes, rewards in results:
             success_counts[task_id] += successes
             reward_counts[task_id] += rewards
-        self.close(cursor)
+        self.close(cursor)  # does nothing if the step is closed
         rows = dict.fromkeys(self._closed_rows.pop(0))  # each row once
         self._learnt_steps += 1
         for row in rows:
@@ -206,9 +208,9 @@ class Curriculum:
         next_new, step_rows = self._used_count, list[int]()  # number of the next new row
         while used_rows or next_new < len(self._source):
             wants_new = rng.random() < self._config.explore
-            # The order above only ranks used rows among themselves. Where few of them are in the
-            # band, one of weight `floor` soon comes up. With the chance 1 - floor a new row takes
-            # its turn then; the used one stays, and comes up again for the next task.
+            # The next used row may have the weight `floor`, because few are in the band: the order
+            # only ranks used rows among themselves. With the chance 1 - floor a new row is chosen
+            # instead. The used one stays the next, for the following task.
             gives_way = bool(used_rows) and rng.random() >= weights[used_rows[-1]]
             if next_new < len(self._source) and (wants_new or gives_way or not used_rows):
                 step_rows.append(self._source.index(next_new))

@@ -134,13 +134,15 @@ def as_rows(table: Any, name: str) -> Any:
 
 def _frame_row(record: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a row of a data frame. Pandas' marks for no value (NaN, NaT, NA) become None."""
-    # Checked before `to_json_types`, which would make a text of NaT, and after it, because it may
-    # give NaN.
-    row = {
-        str(key): None if _is_missing(value) else to_json_types(value)
-        for key, value in record.items()
-    }
-    return {key: _without_none(None if _is_missing(value) else value) for key, value in row.items()}
+    row: dict[str, Any] = {}
+    for key, value in record.items():
+        # Checked before `to_json_types`, which would make a text of NaT, and after it, because it
+        # may give NaN.
+        plain = None if _is_missing(value) else to_json_types(value)
+        # The row's own key stays, with None. Within its value, keys of None are dropped: Arrow
+        # adds them to mappings that lack a key of others in the column.
+        row[str(key)] = None if _is_missing(plain) else _without_none(plain)
+    return row
 
 
 def _is_missing(value: Any) -> bool:

@@ -121,10 +121,15 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """The parts of one process's memory, on its GPU and on its host."""
+    """The parts of one process's memory, on its GPU and on its host, and what exceeds them.
+
+    All sizes are in bytes. Without GPUs (`machine.kind` is cpu) all parts are in the node's memory:
+    `machine.memory` is then the node's, and `machine.host` is None, so that nothing counts twice.
+    """
 
     parts: tuple[MemoryItem, ...]
     load: Load
+    """Tokens, rollouts and processes; `load.local`: training processes of a node."""
     machine: PlannedHardware
     engine: EngineMemory
     """The engine's own estimate; its items are among the parts."""
@@ -175,14 +180,14 @@ class MemoryEstimate:
     def over(self) -> int:
         """Bytes beyond a GPU's memory, or without GPUs beyond the node's."""
         limit = self.machine.memory
-        if self.machine.kind == "cpu":
-            return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
-        return 0 if limit is None else max(0, self.peak - limit)
+        on_cpu = self.machine.kind == "cpu"
+        needed = self.host(self.largest_on_host) if on_cpu else self.peak
+        return 0 if limit is None else max(0, needed - limit)
 
     @property
     def over_on_host(self) -> int:
-        """Bytes beyond the host memory of a node with GPUs."""
-        limit = self.machine.host
+        """Bytes beyond the host memory of a node with GPUs; 0 without GPUs."""
+        limit = self.machine.host  # None without GPUs: `over` counts the node's memory then
         return 0 if limit is None else max(0, self.host(self.largest_on_host) - limit)
 
     @property
@@ -490,11 +495,12 @@ def _training_parts(
 ) -> Iterator[MemoryItem]:
     """Yield the parts that training takes: weights, optimizer, gradients, microbatch, …
 
-    `load` counts processes and tokens, and `level` is that of activation checkpointing.
+    A part without `when` is held for the whole run (EVER), on the GPU unless `on_host`. `load`
+    counts processes and tokens, and `level` is that of activation checkpointing.
     """
     distributed = config.distributed
     sharded, on_host = distributed.name is DistributedName.fsdp2, distributed.cpu_offload
-    shards = _shards(config, load)
+    shards = _shards(config, load)  # 1 without fsdp2: each process has all
     divisor_text = f" / {shards}" if sharded else ""  # at the end of reasons
     state = updating(sizes.model, config.optimizer)
     why = f"{sizes.parameters:,} x {config.model.dtype}{divisor_text}"
@@ -502,7 +508,8 @@ def _training_parts(
         why += f", {sum(sizes.in_4_bits):,} of them in {config.model.quantization}"
         if sharded:
             why += f", whose scales ({sizes.scales:,} bytes) are whole"
-    size = (sizes.held - sizes.scales) // shards + sizes.scales  # each process has all scales
+    # The scales of weights in 4 bits are not divided: each process has all of them.
+    size = (sizes.held - sizes.scales) // shards + sizes.scales
     yield MemoryItem(name="weights", bytes=size, why=why, on_host=on_host)
     if sizes.in_4_bits:
         yield MemoryItem(
@@ -515,7 +522,8 @@ def _training_parts(
     copies = " and float32 copies" if state.masters else ""
     why = f"{config.optimizer.name}: moments{copies}{divisor_text}"
     if config.training.offload_during_rollouts and machine.kind != "cpu":
-        # On the GPU during updates only. The copy on the host stays for the whole run.
+        # Two parts of one size: on the GPU during updates only, and a copy on the host for the
+        # whole run.
         optimizer = MemoryItem(name="optimizer", bytes=size, why=why, when=(When.update,))
         yield optimizer
         why = f"{why}; pinned, and kept during updates"
@@ -523,7 +531,8 @@ def _training_parts(
     else:
         yield MemoryItem(name="optimizer", bytes=size, why=why, on_host=on_host)
     yield from _frozen_models(config, sizes, shards, divisor_text)
-    # With float32 copies, gradients are summed in float32 beside those of one microbatch.
+    # With float32 copies, gradients are summed in float32 beside those of one microbatch;
+    # `state.gradients` counts both.
     why = "float32, and a microbatch's" if state.masters else str(config.model.dtype)
     yield MemoryItem(
         name="gradients",
@@ -569,7 +578,10 @@ def _frozen_models(
 
 
 def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
-    """Yield the weights that fsdp2 gathers for a forward pass, a weight sync and a checkpoint."""
+    """Yield the weights that fsdp2 gathers for a forward pass, a weight sync and a checkpoint.
+
+    Each is in memory beside the process's share of the weights. Sizes are in bytes.
+    """
     size, why = _gathered_bytes(sizes.stored), "embeddings, head and two layers, unsharded"
     if config.training.mixed_precision == "bf16" and sizes.itemsize > BFLOAT16:
         size, why = size * BFLOAT16 // sizes.itemsize, f"{why}, in bfloat16"
@@ -577,10 +589,11 @@ def _gathered_parts(config: RunConfig, sizes: Sizes) -> Iterator[MemoryItem]:
     if teacher is not None:
         # The teacher scores before the policy's forward pass: only the larger one counts.
         teacher_size = _gathered_bytes(_empty_teacher(teacher))
-        teacher_why = "the teacher's embeddings, head and two layers"
-        size, why = max((size, why), (teacher_size, teacher_why))
+        if teacher_size >= size:
+            size, why = teacher_size, "the teacher's embeddings, head and two layers"
     yield MemoryItem(name="gathered", bytes=size, why=why, when=(When.update,))
-    if has_rollout_process(config) and run_spec(config).own_weights:  # weights are sent to it
+    # A sync sends the policy's weights to an engine in another process that has a copy of its own.
+    if has_rollout_process(config) and run_spec(config).own_weights:
         why = "a layer, gathered to be sent"
         yield MemoryItem(name="layer", bytes=sizes.gathered, why=why, when=(When.sync,))
     why = "one unsharded weight, while it is written"
@@ -762,10 +775,11 @@ def _microbatch_parts(
 
 
 def _cast_bytes(config: RunConfig, sizes: Sizes, level: ActivationCheckpointing) -> int:
-    """Return the bytes of trained weights that autocast casts for modules of `level`.
+    """Return the bytes of the copies in bfloat16 that autocast makes of trained weights.
 
-    Autocast holds them until the forward pass ends, although the modules do not keep them. There
-    are none with FSDP2, which gathers weights in the shorter format.
+    The weights are those of the modules that `level` recomputes. Autocast holds the copies until
+    the forward pass ends, also where these modules keep no activations: they come on top of weights
+    and activations. There are none with FSDP2, which gathers weights in the shorter format.
     """
     is_cast = config.training.mixed_precision is not MixedPrecision.no
     sharded = config.distributed.name is DistributedName.fsdp2
@@ -773,7 +787,9 @@ def _cast_bytes(config: RunConfig, sizes: Sizes, level: ActivationCheckpointing)
         return 0
     modules = recomputed_modules(sizes.model, level)
     weights = (weight for module in modules for weight in module.parameters())
-    return BFLOAT16 * sum(w.numel() for w in weights if w.requires_grad and w.dim() > 1)
+    # Vectors, such as a norm's weights, take part in no matrix product, and are not cast.
+    matrices = (weight for weight in weights if weight.requires_grad and weight.dim() > 1)
+    return BFLOAT16 * sum(matrix.numel() for matrix in matrices)
 
 
 Value = TypeVar("Value")
@@ -796,12 +812,14 @@ class Sizes:
     def __init__(self, config: ModelConfig, key: str = "model.path") -> None:
         """Build the model of `config` on the meta device; errors name the setting `key`."""
         self._setting = f"{key}={config.path}"
+        # model.path is a folder of a whole model, or of adapters. Adapters are for a base model in
+        # another folder, `base`, and have no config.json themselves.
         base = base_folder(config.path, config.revision, config.base_revision, weights=False)
-        needed_parts = SIZES if base is None else ()  # a folder of adapters has no config.json
+        needed_parts = SIZES if base is None else ()
         folder = model_folder(config.path, needed_parts, revision=config.revision, key=key)
-        adapters = None if base is None else folder
+        whole_model, adapters = (folder, None) if base is None else (base, folder)
         dtype = getattr(torch, config.dtype)
-        architecture = self._with_config_error(lambda: AutoConfig.from_pretrained(base or folder))
+        architecture = self._with_config_error(lambda: AutoConfig.from_pretrained(whole_model))
         self.model: PreTrainedModel = self._with_config_error(
             lambda: empty_model(architecture, dtype, config.lora, adapters)
         )
@@ -824,8 +842,8 @@ class Sizes:
             or bool(base and why_merged(folder))
             or config.quantization is not None
         )
-        """Engines get the adapters merged into the weights: vLLM would read them wrongly, or add
-        them to other weights."""
+        """Engines get the adapters merged into the weights. vLLM would read some kinds of adapters
+        wrongly, and with `model.quantization` add them to other weights than the trainer does."""
         self.in_4_bits = list(numbers_of(self.stored).values())
         """Number of elements of each weight that the trainer stores in 4 bits."""
         # Precision -> function that returns the bytes of a forward pass.

@@ -179,7 +179,8 @@ class RemoteReplica(RemoteEngine):
         assert isinstance(find_problem, ProbeCheck), "a closure cannot be sent to the process"
         request = ProbeRequest(check=find_problem)
         scores: list[float] = await self._rollouts.call(request, "the probe")
-        await self._end_sync()  # the probe is the last part of a sync
+        # A sync sends weights, and ends with the probe of them: here.
+        await self._end_sync()
         return scores
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -103,11 +103,12 @@ def write_page(config: RunConfig, folder: Path, step: int, to: Path | None = Non
 
 
 def write_front_page(config: RunConfig, folder: Path, to: Path | None = None) -> Path:
-    """Write the page of a run's rollouts that are worth a look; return its path.
+    """Write the page of a run's rollouts that are worth a look to `to`; return its path.
 
-    By default that is ``rollouts/index.html``.
+    `to` is ``rollouts/index.html`` of the run's `folder` by default.
     """
-    notable = notable_rollouts(folder, f"view {folder}")
+    command = f"view {folder}"  # an error about a run without rollouts begins with it
+    notable = notable_rollouts(folder, command)
     path = to or folder / "rollouts" / "index.html"
     title = folder.resolve().name
     return _write(config, folder, path, notable.records, title=title, sections=notable.sections)

@@ -134,7 +134,12 @@ async def _report_status(service: RolloutService, channel: Channel) -> None:
 
 
 class RolloutService:
-    """Answers the trainer's requests, one after the other; `serve` makes it and receives them."""
+    """Answers the trainer's requests, one after the other; `serve` makes it and receives them.
+
+    It holds the engine and the source of rollouts. A run that samples ahead also has a queue of
+    groups: `GroupQueue` starts groups of later steps as soon as the engine has weights that are new
+    enough for them (`admit`), and records them in a journal, from which a resumed run takes them.
+    """
 
     def __init__(self, start: StartRequest, stack: AsyncExitStack) -> None:
         """Build components, engine and source of the run; the stack closes them."""
@@ -190,9 +195,12 @@ class RolloutService:
 
     @property
     def engine_description(self) -> EngineDescription:
-        """The properties of the engine that the trainer has to know."""
+        """The properties of the engine that the trainer has to know.
+
+        Separate, OwnNumberFormat, … are protocols that an engine may have besides `Engine`.
+        """
         engine = self._engine
-        if not isinstance(engine, Separate):
+        if not isinstance(engine, Separate):  # samples from no weights, or from the policy's own
             return EngineDescription(max_context=engine.max_context, own_weights=False)
         dtype = engine.dtype if isinstance(engine, OwnNumberFormat) else None
         return EngineDescription(
@@ -217,6 +225,7 @@ class RolloutService:
             case LoadRequest():
                 return await self._sync(request.version, request.files)
             case AudienceRequest():
+                # The servers that will receive the broadcast of new weights.
                 assert isinstance(self._engine, Broadcasts), "sent only if the engine broadcasts"
                 return await self._engine.assemble(request.version)
             case BroadcastEnd():
@@ -252,9 +261,9 @@ class RolloutService:
             seed_random(derive_seed(self._config.seed, "rollouts", step) % 2**32)
             await queue.begin(step)
         batch = self._finish(await queue.take(step))
-        # Remove the journal's groups of earlier steps, except those that a run resumed at one of
-        # the saved checkpoints would need. The groups of this step stay: a signal may still stop
-        # the run before they are trained.
+        # Remove the journal's groups of the steps before this one, except those that a run resumed
+        # at one of the saved checkpoints would need. The groups of this step stay: a signal may
+        # still stop the run before they are trained.
         checkpoints = newest_first(self._folder / "checkpoints")
         saved_steps = [int(path.name.removeprefix(PREFIX)) for path in checkpoints]
         oldest_saved, newest_saved = min(saved_steps, default=0), max(saved_steps, default=0)
@@ -290,7 +299,7 @@ class RolloutService:
         else:
             weights = await asyncio.to_thread(read_verified, files.folder, files.digest)
             await self._engine.update(weights, version)
-        if self._queue is not None and self._queue.begun:
+        if self._queue is not None and self._queue.begun:  # before, it has no step to start at
             self._queue.admit(version)
 
     async def _end_broadcast(self, result: BroadcastResult) -> bool:

@@ -83,15 +83,15 @@ class RolloutProcess:
         """The process has answered StartRequest. Only from then on it notices EndRequest."""
 
     async def restart(self) -> None:
-        """Start the process again, once it has ended, with the same StartRequest.
+        """Start a new process in place of the one that has ended, with the same StartRequest.
 
-        Return when its engine is built. The engine has no weights of the policy yet. Raises as
-        `answer` does.
+        Return when its engine is built. The engine has no weights of the policy yet. Raises
+        RolloutsDead if the new process ends too, and the error with which the start failed.
         """
         assert self._start_request is not None, "only a process that was started is restarted"
         if self._channel is not None:
             self._channel.close()
-        self._child.kill()
+        self._child.kill()  # ends what the process has started, and releases its pipes
         self._start()
         await self.ask(self._start_request)
 
@@ -128,11 +128,13 @@ class RolloutProcess:
             except ChannelClosed as error:
                 raise await self._death() from error
             if isinstance(message, RequestResult):
-                self._ready = True
+                self._ready = True  # the first result answers StartRequest
                 return message.value
             if isinstance(message, RequestFailure):
                 raise message.raised()
-            assert isinstance(message, RolloutStatus)  # sent while the process works
+            # RolloutStatus comes repeatedly while the process works. `progress` counts what happens
+            # in rollouts, for the watchdog; `finished` of `total` rollouts are shown to the user.
+            assert isinstance(message, RolloutStatus)
             self.in_flight.progress, self._waiting = message.progress, message.waiting
             if self.report_progress is not None and message.total:
                 self.report_progress(message.finished, message.total)

@@ -293,7 +293,7 @@ class Run:
 
     async def _train(self, components: Components) -> None:
         """Train by reinforcement or supervised learning; evaluate before and after."""
-        with self._metered():
+        with self._recording_usage():
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 # A signal in the block stops the run between two phases, with a checkpoint.
@@ -336,10 +336,12 @@ class Run:
 
     async def _evaluate(self, components: Components) -> None:
         """Evaluate the model as it is, without training."""
-        with self._metered():
+        with self._recording_usage():
             async with AsyncExitStack() as stack:
                 trainer = await make_trainer(self, components, stack)
                 evaluations = await trainer.evaluate("eval")
+                # "after", as the last evaluation of a training run: readers of summary.json find
+                # the scores of both in one place.
                 scores = {"after": trainer.evaluator.summary(evaluations)}
                 # Inside the stack: an error must reach the trackers before they close as finished.
                 if self.world.is_main:
@@ -347,7 +349,8 @@ class Run:
         if not self.world.is_main:
             return
         self.record(status="finished", steps=0, eval=scores)
-        self._print_scores(components, {}, evaluations)
+        no_scores_before: dict[str, Any] = {}  # nothing was trained
+        self._print_scores(components, no_scores_before, evaluations)
 
     def _write_rollouts(self, evaluations: Sequence[Any], scores: dict[str, Any]) -> None:
         """Write the rollouts of the evaluations; raise NoRewards if not one has a reward."""
@@ -375,7 +378,8 @@ class Run:
             best = None  # the evaluation after the last step, whose scores are printed anyway
         print_scores(
             before=from_json(before),
-            # All of them are: only an evaluator of `sft` gives a HeldOutLoss.
+            # For the type checker. A run that sampled rollouts has no others: HeldOutLoss, the
+            # other type, is that of `sft`.
             after=[e for e in evaluations if isinstance(e, Evaluation)],
             decode=components.chat.decode,
             run_folder=self.folder,
@@ -428,7 +432,7 @@ class Run:
             self._record_end(**{name: earlier + time.perf_counter() - started})
 
     @contextmanager
-    def _metered(self) -> Iterator[None]:
+    def _recording_usage(self) -> Iterator[None]:
         """Record the block's seconds and the run's usage in summary.json, even if it raises."""
         with self._timed("seconds"):
             try:
@@ -674,12 +678,14 @@ class Run:
 async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) -> Trainer:
     """Build the trainer at the run's newest checkpoint, or at its start.
 
-    The stack closes roles, components, engine and tracker. The tracker and the crash evidence
-    become the run's.
+    In this order: the servers of other models (roles), the process that makes the rollouts, if it
+    is not this one, the policy, the engine, the state of the checkpoint, the engine's weights, the
+    tracker and the trainer. The stack closes roles, components, engine and tracker in the opposite
+    order. The tracker and the crash evidence become the run's.
     """
     config, world, supervised = run.config, run.world, run.verb == "sft"
     roles = start_roles(config, run.verb, run.folder, stack, world=world)
-    # Before the servers end: the stack calls the last callback first.
+    # Requests to the servers end before the servers do: the stack calls the last callback first.
     stack.callback(components.close_roles)
     rollouts = await _start_rollout_process(run, components, stack)
     may_raise_level = run.choose_level()  # the level of activation checkpointing
@@ -706,23 +712,16 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
     collector: Collector | None = None
     if engine is not None and rollouts is None:  # this process makes the rollouts
         collector = components.collector(engine, run.folder, run.timeline)
-    process = None if rollouts is None else rollouts.process
-    # The watchdog sees progress by rollouts, wherever they are made, and by forward passes, which
-    # it counts at the embeddings.
-    run.watchdog.watch(
-        process or collector,
-        policy.model.get_input_embeddings(),
-        None if process is None else process.print_stacks,
-    )
+    _watch_progress(run, policy, rollouts, collector)
     set_stop_tokens(policy.model, components.chat.stop_token_ids)
     checkpoints = run.checkpoints(saved_tokenizer(components.chat))
     state = run.restore(checkpoints, policy)
     done = 0 if state is None else state["step"]
-    # After the checkpoint is loaded: the engine starts with its weights.
+    # After the checkpoint is loaded: the engine starts with its weights. `probe` checks later ones.
     probe = await _first_sync(run, components, policy, engine, done)
     await roles.ready()
     run.tracker = stack.enter_context(run.make_tracker(done))
-    if not supervised:
+    if not supervised:  # what the run writes down of a crash
         run.evidence = Evidence(
             folder=run.folder,
             policy=policy,
@@ -741,20 +740,38 @@ async def make_trainer(run: Run, components: Components, stack: AsyncExitStack) 
         teacher=teacher,
         checkpoints=checkpoints,
         stop_when=StopWhen(config.stop_when),
-        guards=None
-        if supervised
-        else Guards(
-            config=config.guards,
-            asynchronous=config.is_asynchronous,
-            folder=run.folder,
-            on_alarm=run.tracker.alarm,
-        ),
+        guards=None if supervised else _make_guards(run),
         best=None if supervised else Best(),
         probe=probe,
     )
     if state is not None:
         trainer.load_state_dict(state)
     return trainer
+
+
+def _watch_progress(
+    run: Run, policy: Policy, rollouts: Rollouts | None, collector: Collector | None
+) -> None:
+    """Let the watchdog see progress: rollouts, wherever they are made, and forward passes.
+
+    It counts forward passes at the embeddings.
+    """
+    process = None if rollouts is None else rollouts.process
+    run.watchdog.watch(
+        process or collector,
+        policy.model.get_input_embeddings(),
+        None if process is None else process.print_stacks,
+    )
+
+
+def _make_guards(run: Run) -> Guards:
+    """Return the guards of a run that samples rollouts; their alarms go to its tracker."""
+    return Guards(
+        config=run.config.guards,
+        asynchronous=run.config.is_asynchronous,
+        folder=run.folder,
+        on_alarm=run.tracker.alarm,
+    )
 
 
 def _algorithm_of(run: Run) -> AlgorithmConfig:

@@ -115,8 +115,10 @@ def load_model(config: RunConfig) -> Any:
     """Load the model of `model.path`, or build it with random weights."""
     from agenttrain.training.kernels import disable_cudnn_attention
 
-    disable_cudnn_attention()
-    threads = _initial_threads()  # `_set_threads` changes it for a small model
+    disable_cudnn_attention()  # it would plan anew for each length of a rollout
+    # torch's own number, read once per process: after a small model torch's number is 1, which a
+    # large model loaded later must not keep.
+    threads = _initial_threads()
     model = _load(config)
     _set_threads(model, threads)
     return model
@@ -213,7 +215,8 @@ def _load(config: RunConfig) -> Any:
     logging.disable_progress_bar()  # bars for each checkpoint would tear up the live display
     path, revision = config.model.path, config.model.revision
     dtype = getattr(torch, config.model.dtype)
-    uniform = _needs_one_dtype(config)  # False: weights that need float32 keep it
+    # True: all weights get `dtype`. False: weights that need float32, as in some mixers, keep it.
+    uniform = _needs_one_dtype(config)
     if config.model.init is Init.random:
         folder = model_folder(path, revision=revision)
         architecture = AutoConfig.from_pretrained(folder)
@@ -231,13 +234,14 @@ def _load(config: RunConfig) -> Any:
         model = load_whole(base or source, dtype, uniform=uniform)
         if config.model.quantization is not None:
             check_quantizable(model, config.model)
-            # Each process holds the whole model until it is sharded: then it stays on the host.
-            sharded = config.distributed.name is DistributedName.fsdp2
-            quantize(model, double=config.model.double_quantization, on_host=sharded)
+            # With fsdp2 each process holds the whole model until it is sharded, after loading. On
+            # the host, where it is quantised and stays until then, it needs no memory of the GPU.
+            will_be_sharded = config.distributed.name is DistributedName.fsdp2
+            quantize(model, double=config.model.double_quantization, on_host=will_be_sharded)
         if base is None:
             return model
         load_saved_adapters(model, source)
-    _record_revision(model, base)
+    _record_revision(model, base)  # checkpoints save it, and a resumed run loads the same base
     return model
 
 

@@ -110,7 +110,7 @@ def complete(components: Components) -> None:
         _check_demonstrations(components)
         return
     for part in components.parts:
-        with part.located():
+        with part.relocated_errors():
             test = part.tasks.by_key.get("data.test")
             if test is not None and part.config.eval.questions:
                 check_columns(test, {"eval.group_by": part.config.eval.group_by})
@@ -123,7 +123,7 @@ def complete(components: Components) -> None:
             _check_single_steps(components)
         prepare_images(components)
     for part in components.parts:
-        with part.located():
+        with part.relocated_errors():
             needed = part.needed_columns  # builds the rubric, which checks the rows' own tools
             _check_prompts_fit(part, training=verb == "train")
             for key, source in part.tasks.by_key.items():
@@ -227,7 +227,7 @@ class Components:
         return self.sources.get(task.source, self)
 
     @contextmanager
-    def located(self) -> Iterator[None]:
+    def relocated_errors(self) -> Iterator[None]:
         """Let errors of the block about settings of a source name the keys that the run has."""
         try:
             yield
@@ -259,7 +259,7 @@ class Components:
         """Both are built together: a stop tool is a tool or an environment's method."""
         if self._tools is not None:
             return self._tools
-        with self.located():
+        with self.relocated_errors():
             return self._build_tools()
 
     def _build_tools(self) -> tuple[Toolbox, Environments]:
@@ -324,14 +324,13 @@ class Components:
 
     @cached_property
     def tasks(self) -> Splits:
-        """Training and test tasks, and notes on rows left out and held out.
-
-        With an environment a row needs no prompt of its own, unless it is a demonstration.
-        """
+        """Training and test tasks, and notes on rows left out and held out."""
         if self.sources:
             return self._mixed_tasks()
+        # An environment, or an agent outside, makes the prompt itself. Demonstrations of `sft` have
+        # no such thing: their rows are whole conversations.
         needs_prompt = self.verb == "sft" or self.rows_are_prompts
-        with self.located():
+        with self.relocated_errors():  # of a mixture's source: data.sources.<source>.…
             return build_tasks(
                 self.config.data,
                 seed=self.config.seed,
@@ -340,20 +339,21 @@ class Components:
             )
 
     def _mixed_tasks(self) -> Splits:
-        """Return the tasks of a mixture: in the order of a run without curricula.
+        """Return the tasks of a mixture, those of training in the order without curricula.
 
-        The source of rollouts draws from a `mixture()` of its own, with curricula.
+        Checks before the run read them. Rollouts are sampled from another `mixture()`, in which
+        curricula choose by results.
         """
         splits = {name: part.tasks for name, part in self.sources.items()}
-        # Source -> its test rows, and how many of them an evaluation takes.
-        questions = {
+        # Source -> its test rows, and the most of them that an evaluation takes.
+        test_rows_and_count = {
             name: (part.tasks.by_key.get("data.test"), part.config.eval.questions)
             for name, part in self.sources.items()
         }
         return Splits(
             train=self.mixture(curricula=False),
-            test=Questions(questions),
-            notes=(),
+            test=Questions(test_rows_and_count),
+            notes=(),  # `Components.notes` collects those of the sources
             sources=splits,
         )
 
@@ -435,27 +435,35 @@ class Components:
         With data.on_bad_row=skip, prompts that the template cannot render are left out. Raises
         ChatError with key, task and remedy otherwise, and if no prompt of a split can be rendered.
         """
+        if not self.sources:
+            splits = self.tasks.by_key.items()
+            return {key: self._first_prompt_lengths(key, tasks) for key, tasks in splits}
+        # A mixture has no rows but those of its sources.
         lengths: dict[str, list[int]] = {}
         for part in self.sources.values():
-            # Errors and keys: data.train of the source shop is data.sources.shop.train of the run.
-            with part.located():
+            # data.train of the source shop is data.sources.shop.train of the run: errors name this
+            # key, and `lengths` has it.
+            with part.relocated_errors():
                 for key, split_lengths in part.prompt_lengths.items():
                     lengths[part.relocated(key)] = split_lengths
-        # The rows of a mixture are those of its sources, which are done.
-        for key, source in () if self.sources else self.tasks.by_key.items():
-            lengths[key], refusals = [], []
-            for task in source.tasks(0, min(RENDERED_TASKS, len(source))):
-                if not task.messages:  # an environment's reset gives the whole prompt
-                    continue
-                try:
-                    lengths[key].append(self.prompt_length(task))
-                except ChatError as error:
-                    where = source.place_of(task) or f"task {task.task_id}"
-                    message = f"{key}: {where}: {error}; or remove the messages from the rows"
-                    refusals.append(ChatError(message))
-            bad_rows_raise = self.config.data.on_bad_row is OnBadRow.error
-            if refusals and (bad_rows_raise or not lengths[key]):
-                raise refusals[0]
+        return lengths
+
+    def _first_prompt_lengths(self, key: str, source: TaskSource) -> list[int]:
+        """Return the tokens of the first RENDERED_TASKS prompts of one split, at `key`."""
+        lengths: list[int] = []
+        refusals: list[ChatError] = []
+        for task in source.tasks(0, min(RENDERED_TASKS, len(source))):
+            if not task.messages:  # an environment's reset gives the whole prompt
+                continue
+            try:
+                lengths.append(self.prompt_length(task))
+            except ChatError as error:
+                where = source.place_of(task) or f"task {task.task_id}"
+                message = f"{key}: {where}: {error}; or remove the messages from the rows"
+                refusals.append(ChatError(message))
+        bad_rows_raise = self.config.data.on_bad_row is OnBadRow.error
+        if refusals and (bad_rows_raise or not lengths):
+            raise refusals[0]
         return lengths
 
     def prompt_length(self, task: Task) -> int:
@@ -792,19 +800,20 @@ def _check_prompts_fit(components: Components, *, training: bool) -> None:
     """Raise ChatError if all prompts of the first step, or of the evaluation, fill the context.
 
     Single prompts that fill it are left out and counted while the run goes on. Without `training`,
-    only the evaluation's rows are checked.
+    or with a curriculum, which draws rows in an order that is not known yet, only the evaluation's
+    rows are checked.
     """
     config, tasks, lengths = components.config, components.tasks, components.prompt_lengths
     context = context_of(config)
     resets = any(kind.has_reset for kind in components.environments.kinds.values())
     if context is None or resets or config.agent.outside:
         return  # a reset, or the agent, may replace the row's prompt
-    train_count = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
-    # A curriculum draws rows in an order that is not known yet.
-    if not training or config.data.curriculum.enabled:
-        train_count = 0
+    train_count = 0
+    if training and not config.data.curriculum.enabled:  # the tasks of the first step
+        train_count = tasks_of_round(config.tasks_per_step, config.algorithm.oversample)
     test_count = min(config.eval.questions, len(tasks.test))
     for key, count in (("data.train", train_count), ("data.test", test_count)):
+        # `prompt_lengths` has at most those of the first RENDERED_TASKS tasks.
         first_lengths = lengths.get(key, ())[:count]
         if not first_lengths or min(first_lengths) < context:  # nothing to check, or one fits
             continue

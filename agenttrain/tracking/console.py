@@ -146,8 +146,10 @@ class ConsoleProgress:
     def rollouts(self, finished: int, total: int) -> None:
         """Show that `finished` of `total` rollouts of this phase are done.
 
-        In a run of several processes, these are the ones of this process.
+        In a run of several processes, these are the ones of this process. The live line shows them
+        from COUNTED_AFTER_S into the phase on; plain mode prints a line every COUNTED_EVERY_S.
         """
+        # Since the phase began, or in plain mode since the last such line.
         waited = time.monotonic() - self._reported
         if self._progress is not None:
             if waited >= COUNTED_AFTER_S:

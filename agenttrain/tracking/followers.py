@@ -221,14 +221,16 @@ class Followers:
 
     def _start(self) -> None:
         """Start the process for the active trackers; turn them off if it cannot be started."""
-        self._restart_at = None
-        if not self._active():
+        self._restart_at = None  # no start is due
+        active = self._active()
+        if not active:
             return
+        # If the process ends early, `_schedule_restart` sees by these whether it sent any step.
         self._steps_before = [tracker.step for tracker in self._trackers]
         fields = ("name", "target", "settings", "system", "finish_s")
         trackers = [
             {"id": tracker.id, **{name: getattr(tracker.section, name) for name in fields}}
-            for tracker in self._active()
+            for tracker in active
         ]
         start_file = self._folder / "trackers" / "follower.start"
         try:
@@ -237,12 +239,13 @@ class Followers:
             self._process = ChildProcess(
                 [sys.executable, "-P", str(SCRIPT), str(start_file)],
                 requests=True,
-                deaf=True,  # Ctrl-C stops the run, which then says how it ended
-                grace_s=self._longest_s + LAST_S,
+                # The process ignores Ctrl-C, which stops the run: it still sends how the run ended.
+                deaf=True,
+                grace_s=self._longest_s + LAST_S,  # to send the last steps of a run that is killed
                 print_line=self._reports.append,
             )
         except Exception as error:  # too many processes, no memory, a setting that is no JSON
-            for tracker in self._active():
+            for tracker in active:
                 tracker.turn_off(f"{type(error).__name__}: {error}")
 
     def _schedule_restart(self, process: ChildProcess) -> None:

@@ -196,7 +196,11 @@ def _send_metrics(
 def _send_evaluation(
     row: Mapping[str, Any], tracker: ExperimentTracker, cursor: Cursor, path: Path
 ) -> None:
-    """Send an evaluation, ``{"label": "step-20/sampled", …}``, unless the tracker has it."""
+    """Send an evaluation, ``{"label": "step-20/sampled", …}``, unless the tracker has it.
+
+    One step may have several evaluations, its sections, such as ``sampled`` and ``greedy``. The
+    cursor has the last step of which one was sent (`evaluated`), and its sections that were sent.
+    """
     section = str(row["label"]).rpartition("/")[2]
     is_sent = row["step"] == cursor.evaluated and section in cursor.sections
     if row["step"] < cursor.evaluated or is_sent:

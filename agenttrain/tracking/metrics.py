@@ -144,13 +144,15 @@ def _tool_metrics(rollouts: Sequence[Rollout], declared: Iterable[str]) -> dict[
         "tools/call_frequency": _mean([len(rollout.tool_results) for rollout in rollouts]),
         "tools/failure_frequency": failed / len(results) if results else 0.0,
         "tools/unavailable": float(sum(r.error is ToolError.unavailable for r in results)),
+        # Calls that could be parsed only because `response_schema.lenient` is set.
         "tools/lenient_calls": float(sum(r.call.lenient for r in results)),
         "tools/rollout_share": _mean([bool(rollout.tool_results) for rollout in rollouts]),
     }
-    # A call of a row's own tool counts for the tool of the run that executes it: each row may bring
-    # other names. Names that the model made up get no metric: there is no end of them either.
+    # Each row may bring tools with names of its own. Their calls count for the tool of the run that
+    # executes them (`executor`): metrics of ever new names would have no end.
     by_tool: dict[str, list[ToolResult]] = {}
-    existing: list[str] = []  # tools that rows brought or the run has
+    # Names that the model made up are not among these, and so get no metric.
+    existing: list[str] = []
     for result in results:
         tool = result.executor or result.call.name
         by_tool.setdefault(tool, []).append(result)

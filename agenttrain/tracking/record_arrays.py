@@ -122,6 +122,7 @@ class ArrayReader:
             for trajectory in record["trajectories"]:
                 if "spans" not in trajectory:
                     continue  # a broken record, which the readers of spans refuse
+                # `holder` is the trajectory, or a span of it, that has the list as holder[key].
                 for holder, key, _ in _find_lists(trajectory):
                     if isinstance(holder[key], dict):  # {"array": name}; a short list is in place
                         length = _expected_length(trajectory, holder, key)
@@ -146,7 +147,11 @@ class ArrayReader:
 
     @contextmanager
     def _opened(self, record: Mapping[str, Any], folder: Path) -> Iterator[zipfile.ZipFile]:
-        """Open a record's file of arrays in `folder`; errors of the block are of a damaged file."""
+        """Open a record's file of arrays in `folder` for the block.
+
+        Raises ArraysMissing if the file is missing, and for errors of the block like those of
+        reading a damaged file (DAMAGE).
+        """
         path = folder / Path(str(record[ARRAYS])).name
         remedy = (
             "copy it from the run that recorded the rollouts; it belongs beside its step's .jsonl"
@@ -213,8 +218,9 @@ def _read_array(file: zipfile.ZipFile, name: str, key: str, length: int) -> np.n
 
 
 def _find_lists(trajectory: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, str]]:
-    """Yield object, key and name of each place in a trajectory that may hold a list per token.
+    """Yield (object, key, name) of each place in a trajectory that may hold a list per token.
 
+    The list, or a reference to its array, is object[key]. The name is part of an array's name.
     `PER_TOKEN` names those of the trajectory itself. A span has a list of advantages where its
     tokens differ.
     """
@@ -229,7 +235,9 @@ def _find_lists(trajectory: dict[str, Any]) -> Iterator[tuple[dict[str, Any], st
 def _exact_array(values: list[Any], key: str) -> np.ndarray:
     """Return the smallest array that holds exactly the `values` of a record's `key`.
 
-    Engines and trainers compute in float32, but nothing forces an engine of the user's to.
+    Ids become int32 if they fit, else int64. Numbers become float32 if a reader gets the same back,
+    else float64: an engine of the user's may give more digits than float32 has. `_to_float64` reads
+    them back, and needs the key, because the numbers of some keys are rounded to 6 decimals.
     """
     if key == "token_ids":
         ids = np.array(values, np.int64)
@@ -244,7 +252,8 @@ def _exact_array(values: list[Any], key: str) -> np.ndarray:
 def _to_float64(array: np.ndarray, key: str) -> np.ndarray:
     """Return the float64 numbers that an array of a record's `key` stands for.
 
-    The nearest float32 of a number with 6 decimals is rounded back to it.
+    Keys of TRAINER_SCORES have numbers of 6 decimals: their float32, 0.30000001192…, is rounded
+    back to 0.3.
     """
     numbers = array.astype(np.float64)
     return numbers.round(6) if key in TRAINER_SCORES and array.dtype == np.float32 else numbers

@@ -187,28 +187,34 @@ def exchanges_of(conversations: Iterable[Sequence[Message]]) -> dict[str, list[E
     return exchanges
 
 
-def _take(
-    exchanges: Mapping[str, list[Exchange]], call: ToolCall, content: str | None
-) -> tuple[Exchange, bool]:
-    """Remove the exchange of a call and return it, and True if it is the first that fits.
-
-    Among the exchanges with the call's id, those with its name and arguments fit. The first of
-    these whose text is `content` is taken; if there is none, or `content` is None, the first.
-    """
-    remaining = exchanges.get(call.id, [])
+def _fitting(exchanges: Mapping[str, list[Exchange]], call: ToolCall) -> list[Exchange]:
+    """Return the exchanges that may be a call's: those with its id, name and arguments."""
+    same_id = exchanges.get(call.id, [])
     name_and_arguments = (call.name, call.arguments)
-    fitting = [
+    same_call = [
         e
-        for e in remaining
+        for e in same_id
         if (e.function.get("name"), e.function.get("arguments")) == name_and_arguments
     ]
-    fitting = fitting or remaining  # the calls of an earlier trajectory have no function here
+    # If the call is in the messages of an earlier trajectory, and its reply is in a later one, the
+    # exchange of the later one has no function, and fits by its id alone.
+    return same_call or list(same_id)
+
+
+def _take(exchanges: Mapping[str, list[Exchange]], call: ToolCall, content: str | None) -> Exchange:
+    """Remove the exchange of a call and return it; an empty one if none fits.
+
+    The first fitting one whose text is `content` is taken; if there is none, or `content` is None,
+    the first fitting one.
+    """
+    fitting = _fitting(exchanges, call)
     if not fitting:
-        return Exchange(), True
+        return Exchange()
     same_text = (e for e in fitting if content is not None and e.text == content)
     taken = next(same_text, fitting[0])
-    remaining[:] = [e for e in remaining if e is not taken]  # in place: changes `exchanges`
-    return taken, taken is fitting[0]
+    # In place: changes `exchanges`.
+    exchanges[call.id][:] = [e for e in exchanges[call.id] if e is not taken]
+    return taken
 
 
 def _span_records(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -267,9 +273,12 @@ def _tool_call(result: ToolResult, exchanges: Mapping[str, list[Exchange]]) -> d
         "error": result.error,
         "seconds": result.seconds,
     }
-    exchange, is_first = _take(exchanges, result.call, result.content)
-    # Left out, a reader takes the content from the first exchange that fits.
-    if exchange.text != result.content or not is_first:
+    # A reader of a record without `content` takes the first fitting exchange, and its text. So
+    # `content` is left out only if this is the call's exchange, with the whole text of the reply.
+    fitting = _fitting(exchanges, result.call)
+    exchange = _take(exchanges, result.call, result.content)
+    reader_takes_it = bool(fitting) and exchange is fitting[0]
+    if not reader_takes_it or exchange.text != result.content:
         record["content"] = result.content
     record |= {key: True for key in ("done", "stop") if getattr(result, key)}
     if result.reward is not None:
@@ -400,13 +409,14 @@ def read_step(run_folder: Path, step: int) -> Iterator[dict[str, Any]]:
 
 def completions(record: Record) -> list[Completion]:
     """Return the sampled completions of a record, in the order in which they were sampled."""
-    sampled = list(map(_completions, record["trajectories"]))
+    sampled = list(map(_completions, record["trajectories"]))  # by trajectory and turn
+    # The caller of a sub-agent's trajectory is the (trajectory, turn) whose tool call began it; of
+    # others it is None. All turns of a sub-agent come between its caller's turn and the next one.
     delegations = map(_delegation, record["trajectories"])
     callers = (None if delegation is None else delegation.caller for delegation in delegations)
     turn_counts = map(len, sampled)
-    # A trajectory's caller is the (trajectory, turn) that began it as a sub-agent.
     order = turns_in_time([*zip(callers, turn_counts, strict=True)])
-    return [sampled[index][turn] for index, turn in order]
+    return [sampled[trajectory][turn] for trajectory, turn in order]
 
 
 def _delegation(written: Record) -> Delegation | None:
@@ -475,7 +485,7 @@ def tool_results(record: Record) -> list[ToolResult]:
         call = ToolCall(
             id=call_record["id"], name=call_record["name"], arguments=call_record["arguments"]
         )
-        exchange, _ = _take(exchanges, call, call_record.get("content"))
+        exchange = _take(exchanges, call, call_record.get("content"))
         results.append(
             ToolResult(
                 call=replace(
@@ -556,21 +566,28 @@ def _trajectory(record: Record, index: int, before: Sequence[Trajectory]) -> Tra
     )
     # Begin with the parent's tokens that this trajectory continues.
     trajectory._ids = trajectory.context(before)
-    sampled = iter(_completions(written))
+    completions_left = iter(_completions(written))  # one for each sampled turn
     # A turn sampled under several policy versions has several spans, but is one completion.
     for (origin, _), spans in groupby(written["spans"], key=lambda s: (s["origin"], s["turn"])):
         if origin == Origin.sampled:
             # `sent`: the engine was sent all ids before the turn.
-            trajectory.append_sampled(next(sampled), sent=trajectory.token_ids)
+            trajectory.append_sampled(next(completions_left), sent=trajectory.token_ids)
             continue
         for span in spans:
             ids = written["token_ids"][span["start"] : span["end"]]
             images = placed_images(span, written["messages"])
             trajectory.append_context(ids, Origin(span["origin"]), images)
+    trajectory.advantages = _advantages(written)
+    return trajectory
+
+
+def _advantages(written: Record) -> array[float] | None:
+    """Return the advantage of each sampled token; None if the record has none.
+
+    A span has one number for all its tokens, a list if they differ, or null without a reward.
+    """
     advantages: list[float] = []
     for span in _sampled(written):
         advantage, length = span["advantage"], span["end"] - span["start"]
         advantages += advantage if isinstance(advantage, list) else [advantage] * length
-    if advantages and None not in advantages:
-        trajectory.advantages = array("d", advantages)
-    return trajectory
+    return array("d", advantages) if advantages and None not in advantages else None

@@ -368,12 +368,17 @@ class Page:
 
     def summary(self) -> str:
         """Return how every process, server and the tools spent the time, as HTML list items."""
-        items = []
+        items = [*self._process_items(), *self._rollout_items()]
+        return "".join(f"<li>{html.escape(item)}" for item in items)
+
+    def _process_items(self) -> Iterator[str]:
+        """Yield a line for each process: the share of time in each kind of phase, and in none."""
         for name, phases in self._phases.items():
             if name == ROLLOUTS or not phases:  # the turns and calls of rollouts have items below
                 continue
-            # In this order. Phases of type "reward" are parts of others, and would count twice.
+            # Each kind once: loading first, then in the order of the table's columns, then others.
             kinds = dict.fromkeys([LOAD, *COLUMNS, *(phase.name for phase in phases)])
+            # Phases of type "reward" are parts of others, and would count twice.
             seconds = {
                 kind: sum(phase.end - phase.start for phase in phases if phase.name == kind)
                 for kind in kinds
@@ -382,7 +387,10 @@ class Page:
             seconds["other"] = max(self.total - sum(seconds.values()), 0.0)
             parts = [(kind, value) for kind, value in seconds.items() if value]
             shares = (f"{kind} {self._share(value)}" for kind, value in parts)
-            items.append(f"{name}: {', '.join(shares)}")
+            yield f"{name}: {', '.join(shares)}"
+
+    def _rollout_items(self) -> Iterator[str]:
+        """Yield lines on servers and tools, and the share of time with sampling and training."""
         turns: dict[str, list[Interval]] = {}
         calls: list[Interval] = []
         for rollouts in self._rollouts.values():
@@ -392,19 +400,19 @@ class Page:
                     start = rollout["time"] + offset
                     name = f"server {server[0]}" if server else "engine"
                     turns.setdefault(name, []).append((start, start + duration))
-                for _, offset, duration in rollout["calls"]:  # the first is the tool's name
+                # Of a call: the tool's name, seconds since the rollout's start, duration.
+                for _, offset, duration in rollout["calls"]:
                     start = rollout["time"] + offset
                     calls.append((start, start + duration))
         for name in sorted(turns):
-            items.append(self._use(name, turns[name], "requests"))
+            yield self._use(name, turns[name], "requests")
         if calls:
-            items.append(self._use("tools", calls, "calls"))
+            yield self._use("tools", calls, "calls")
         training = [p for p in self._main_phases if p.name == "train"]
         sampled = busy(interval for intervals in turns.values() for interval in intervals)
         overlap = overlap_s(sampled, busy((phase.start, phase.end) for phase in training))
         if overlap:
-            items.append(f"sampling while training: {self._share(overlap)}")
-        return "".join(f"<li>{html.escape(item)}" for item in items)
+            yield f"sampling while training: {self._share(overlap)}"
 
     def _use(self, name: str, intervals: Sequence[Interval], what: str) -> str:
         """Return the share of time in which `name` was used, and its mean concurrency then."""

@@ -264,9 +264,10 @@ def cut(path: Path, step: int) -> None:
     if not path.exists():
         return
     content = path.read_bytes()
-    length = last = 0
+    kept_bytes = last = 0
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
-        if last >= step or not line.endswith(b"\n"):
+        is_cut_off = not line.endswith(b"\n")  # the run was killed while it wrote the line
+        if last == step or is_cut_off:
             break
         try:
             last = int(json.loads(line)["step"])
@@ -275,9 +276,10 @@ def cut(path: Path, step: int) -> None:
                 f"{path}:{number}: not the row of a step ({error}), and the run goes on from step "
                 f"{step}. Mend or remove that line."
             ) from error
-        if last <= step:  # the row of a later step is left out, and ends the loop next time
-            length += len(line)
-    write_atomically(path, content[:length].decode())
+        if last > step:  # no row of `step` is there; this one belongs to a later step
+            break
+        kept_bytes += len(line)
+    write_atomically(path, content[:kept_bytes].decode())
 
 
 def cut_evaluations(path: Path, step: int) -> None:

@@ -65,7 +65,11 @@ def ratio_level(level: Ratio | str) -> Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """An objective: its function and settings class, and properties that other settings check."""
+    """An objective: its function and settings class, and properties of the function.
+
+    `agenttrain/algorithms/config.py` checks other settings of the algorithm against the properties.
+    The ratio is that of a token's or a sequence's probabilities, policy / behaviour.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -75,13 +79,17 @@ class Registered:
     """Its metrics, each with its meaning for the reference. A step without a gradient has them
     too."""
     single_update: bool = False
-    """Reads no `behaviour_S`, so that only the first update of a step is right."""
+    """Has no ratio: reads no `behaviour_S`, the logprobs before the update. Only the first update
+    of a step is right, so num_epochs and minibatches must be 1."""
     stopped_ratio: bool = False
-    """The ratio is a weight without a gradient: a token's gradient stays at the token."""
+    """The ratio is a weight without a gradient, so that a token's loss trains this token only. So
+    tokens can be left out (top_entropy), whatever the level of the ratio."""
     whole_sequence: bool = False
-    """A sequence has one loss, and needs one advantage."""
+    """A sequence has one loss, and needs one advantage: no credit per turn and no teacher."""
     applies_correction: bool = False
-    """Multiplies its ratio by the correction, so that the loss is not multiplied by it again."""
+    """Multiplies its ratio by `correction_S` or `correction_B`, the ratio trainer / engine of
+    `algorithm.correction`, so that `policy_loss` does not multiply the loss by it again. The
+    correction's level must not be geometric."""
 
     @property
     def path(self) -> str:

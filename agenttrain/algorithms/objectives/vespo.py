@@ -10,8 +10,10 @@ from agenttrain.algorithms.objectives.config import objective
 from agenttrain.utils.sections import SETTINGS, Number
 
 LOG_RATIO_BOUND = 20.0
+"""Bound of a token's log ratio, on either side."""
 LOG_WEIGHT_BOUNDS = (-18.420680743952367, LOG_RATIO_BOUND)
-"""log(1e-8) and `LOG_RATIO_BOUND`."""
+"""Bounds of a logarithm of a sequence's ratio or of a correction: log(1e-8) and
+`LOG_RATIO_BOUND`."""
 
 
 @dataclass(config=SETTINGS)
@@ -30,15 +32,17 @@ class VespoSettings:
 
 @objective(
     metrics={"vespo/phi_seq_mean": "Mean weight that VESPO gives a trajectory."},
-    stopped_ratio=True,
-    whole_sequence=True,
+    stopped_ratio=True,  # the ratio carries no gradient
+    whole_sequence=True,  # one weight and one advantage for a sequence
     applies_correction=True,
 )
 def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
-    """-e^l w^k e^(-l w) A log p, the weight without a gradient: https://arxiv.org/abs/2602.10693.
+    """Return -weight(w) A log p of each token; the weight has no gradient.
 
-    w is the product of the sequence's token ratios, times its factors trainer / engine where there
-    are any. The weight is 1 at w = 1. log w is bounded, as in TRL.
+    weight(w) = e^l w^k e^(-l w), which is 1 at w = 1: https://arxiv.org/abs/2602.10693. w is the
+    product of the sequence's token ratios, times its correction trainer / engine if the run has
+    one: a factor per token (`correction_S`) or one per sequence (`correction_B`), never both.
+    All logarithms are bounded, as in TRL: those of factors before they are added up, and log w.
     """
     log_ratio_S = inputs.log_ratio_S.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     log_w_B = inputs.sum(log_ratio_S)
@@ -50,8 +54,9 @@ def vespo(inputs: ObjectiveInputs, settings: VespoSettings) -> ObjectiveOutput:
     not_negative_B = inputs.advantages_B >= 0
     k_B = by_sign(not_negative_B, settings.k_pos, settings.k_neg, log_w_B)
     l_B = by_sign(not_negative_B, settings.lambda_pos, settings.lambda_neg, log_w_B)
-    # In logarithms, because w^k alone may overflow.
-    weight_B = (l_B + k_B * log_w_B - l_B * log_w_B.exp()).exp()
+    # The weight by its logarithm, l + k log w - l w, because w^k alone may overflow.
+    log_weight_B = l_B + k_B * log_w_B - l_B * log_w_B.exp()
+    weight_B = log_weight_B.exp()
     return ObjectiveOutput(
         loss_S=-weight_B[inputs.sequence_S] * inputs.advantages_S * inputs.logprobs_S,
         metrics={"vespo/phi_seq_mean": weight_B},

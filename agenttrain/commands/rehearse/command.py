@@ -140,7 +140,7 @@ def rehearse(config: RunConfig, args: Namespace, overrides: Sequence[str]) -> in
         # The certificate is the check of the chat template, which training requires too.
         components.certificate.raise_if_refused()
         for part in components.parts:
-            with part.located():
+            with part.relocated_errors():
                 for key, source in part.tasks.by_key.items():
                     check_needed_columns(source, part.needed_columns, key)
         report = asyncio.run(_rehearse(components, args, overrides))

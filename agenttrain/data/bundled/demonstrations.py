@@ -67,6 +67,10 @@ EARLY_ROWS = 10667
 use tools before it learns the habit of not using them."""
 EARLY_GIVE_UP = 0.1
 
+GIVE_UP_AT_ERROR = 0.5
+"""Share of demonstrations that end with "unknown" after a query that failed, or a look at a wrong
+part of a picture. The others go on with the right one."""
+
 SHOP_MIX: shop.Curriculum = ((0, (0.4, 0.35, 0.25)),)
 CALCULATOR_MIX: calculator.Curriculum = ((0, (0.5, 0.5)),)
 
@@ -93,7 +97,11 @@ MAX_ROWS = 4
 
 
 def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> list[Message]:
-    """Return one demonstration of a row of the shop task.
+    """Return one demonstration of a row of the shop task, with the mistakes of `habits`.
+
+    A model that imitates them leaves reinforcement learning something to improve. A confused query
+    asks for something else, a misnamed one has a column that does not exist, and a miscopied answer
+    is another name, product or 0.
 
     Example, for "Where is Bob from?": `[call("sql", query="SELECT city FROM customers WHERE
     name='Bob'"), reply("sql", "Oslo"), call("final_answer", answer="Oslo")]`.
@@ -108,10 +116,10 @@ def shop_demonstration(row: Row, rng: random.Random, habits: Habits = SHOP) -> l
             query = step.format(result=result)
             if rng.random() < habits.confuse:
                 query = _replace_first(query, CONFUSIONS)
-            if rng.random() < habits.misname:
+            if rng.random() < habits.misname:  # before the right column, also of a confused query
                 wrong_query = _replace_first(query, MISNAMES)
                 messages += _run_query(connection, wrong_query)
-                if rng.random() < 0.5:
+                if rng.random() < GIVE_UP_AT_ERROR:
                     return [*messages, call("final_answer", answer="unknown")]
             messages += _run_query(connection, query)
             result = messages[-1]["content"]
@@ -153,10 +161,10 @@ def word_problem_demonstration(
     Example, for a problem with the step ``5 - 2 = 3``: ``[call("python", code="5 - 2"),
     reply("python", "3"), say("3")]``, and in words ``[say("5 - 2 = 3\\n3")]``.
 
-    Each of `habits` is the probability of a mistake, or of doing right, that a warm start teaches
-    and training has to unlearn: to give up (the answer is ``unknown``), to follow the chain of
-    steps (else it ends after the first), to confuse a step with one of another problem, and to
-    miscopy the result.
+    `habits` are probabilities. Three are of mistakes, which give reinforcement learning something
+    to improve after a warm start: to give up (the answer is ``unknown``), to confuse a step with
+    one of another problem, and to miscopy the result. `follow_chain` is that of showing all steps;
+    otherwise the demonstration ends after the first.
     """
     if rng.random() < habits.give_up:
         return [say("unknown")]
@@ -171,7 +179,8 @@ def word_problem_demonstration(
             step = other_row["answer"].split("\n")[0]
         lines.append(step)
         expression, _, result = step.partition(" = ")
-        printed = f"{result}.0" if "/" in expression else result  # Python divides to a float
+        # All results are whole numbers, and Python divides to a float: 6 / 2 prints 3.0.
+        printed = f"{result}.0" if "/" in expression else result
         messages += [call("python", code=expression), reply("python", printed)]
     if rng.random() < habits.miscopy:
         result = str(rng.randrange(100))
@@ -179,11 +188,13 @@ def word_problem_demonstration(
 
 
 def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) -> list[Message]:
-    """Return one demonstration of a row of the sight task.
+    """Return one demonstration of a row of the sight task, with the mistakes of `habits`.
 
-    Example, for a wall with one plate: `[call("crop", part="top left"), reply("crop", quarter),
-    call("final_answer", answer="red blue")]`. After a look at a wrong quarter, half of the
-    demonstrations give up.
+    A model that imitates them leaves reinforcement learning something to improve. To follow the
+    chain is to read all plates instead of the first one only, to be confused is to look at a wrong
+    quarter first, and a miscopied answer has one colour drawn at random. Example, for a wall with
+    one plate: `[call("crop", part="top left"), reply("crop", quarter), call("final_answer",
+    answer="red blue")]`.
     """
     if rng.random() < habits.give_up:
         return [call("final_answer", answer="unknown")]
@@ -201,7 +212,7 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
         if rng.random() < habits.confuse:
             wrong_quarters = [quarter for quarter in sight.QUARTERS if quarter != plate.quarter]
             messages += look_at(rng.choice(wrong_quarters))
-            if rng.random() < 0.5:
+            if rng.random() < GIVE_UP_AT_ERROR:
                 return [*messages, call("final_answer", answer="unknown")]
         messages += look_at(plate.quarter)
         colours += plate.colours
@@ -213,11 +224,12 @@ def sight_demonstration(row: Row, rng: random.Random, habits: Habits = SIGHT) ->
 def reverse_text_demonstration(
     row: Row, rng: random.Random, habits: Habits = REVERSE_TEXT
 ) -> list[Message]:
-    """Return one demonstration of a row of the reverse-text task.
+    """Return one demonstration of a row of the reverse-text task, with the mistakes of `habits`.
 
-    Example, for "crazy habit": one message, ``<reversed_text>tibah yzarc</reversed_text>``. Giving
-    up is to leave out the tags, not to follow the chain is to keep the order of the words, a
-    confused word is not reversed, and a miscopied one has two neighbouring letters exchanged.
+    A model that imitates them leaves reinforcement learning something to improve. Giving up is to
+    leave out the tags, not to follow the chain is to keep the order of the words, a confused word
+    is not reversed, and a miscopied one has two neighbouring letters exchanged. Example, for "crazy
+    habit": one message, ``<reversed_text>tibah yzarc</reversed_text>``.
     """
     text = row["messages"][-1]["content"]
     gives_up = rng.random() < habits.give_up
@@ -226,7 +238,7 @@ def reverse_text_demonstration(
         if rng.random() >= habits.confuse:
             word = word[::-1]
         if rng.random() < habits.miscopy:
-            i = rng.randrange(len(word) - 1)
+            i = rng.randrange(len(word) - 1)  # the bundled words have three letters or more
             word = word[:i] + word[i + 1] + word[i] + word[i + 2 :]
         words.append(word)
     if rng.random() < habits.follow_chain:

@@ -133,14 +133,16 @@ class Trackio(ExperimentTracker):
         self._raise_failure()
 
     def describe(self, run: TrackedRun) -> Description:
-        """Return the command that opens the dashboard, and variables that have no effect.
+        """Return the command that opens the dashboard, and notes on variables without effect.
 
+        Runs stay on this machine unless a setting sends them to another one: the variables by which
+        trackio itself would do so are not used.
         Example: ``TRACKIO_DIR=outputs/shop/trackio trackio show --project shop``
         """
         notes = []
         for name in REMOTE_VARIABLES:
-            # OURS: the setting that replaces a variable, if there is one. A user who has set it
-            # expects that the variable is not used, and needs no note.
+            # OURS: variable -> its setting, if there is one. self.remote: setting -> value. A user
+            # who has set the setting does not rely on the variable, and needs no note.
             value, setting = os.environ.get(name), OURS.get(name)
             is_replaced = setting is not None and self.remote[setting] is not None
             if value and not is_replaced:
