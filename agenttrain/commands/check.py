@@ -28,7 +28,9 @@ def check(verb: str, runs: Sequence[Composed]) -> int:
         print(f"these settings fit agenttrain {verb}")
         return 0
     print("\n\n".join(describe(run.config) for run in runs), flush=True)
-    if any(run.neutral for run in runs):  # experiment=none took the place of the default
+    # `neutral`: the user named a model and no experiment. The default, experiment=shop, has the
+    # learning rate and limits of the bundled model, so that experiment=none took its place.
+    if any(run.neutral for run in runs):
         print(
             "\nexperiment     none: model.path is not the bundled agent, whose settings "
             "experiment=shop would be;\n               to train, add experiment=none and name "
@@ -39,6 +41,7 @@ def check(verb: str, runs: Sequence[Composed]) -> int:
     passed = certify(runs, checked_verb)
     if passed and checked_verb != "sft":  # supervised learning starts no agent
         _converse(runs)
+    # Notes on what slows a run down on a GPU: on a machine without one they would only confuse.
     notes = dict.fromkeys(note for run in runs if (note := float32_on_gpu(run.config)))
     if notes:
         import torch  # only now: wrong settings are reported without waiting for the import
@@ -49,13 +52,18 @@ def check(verb: str, runs: Sequence[Composed]) -> int:
 
 
 def _converse(runs: Sequence[Composed]) -> None:
-    """Print a dry conversation of each distinct outside agent; raises ConfigError if it fails."""
+    """Print a dry conversation of each distinct outside agent; raises ConfigError if it fails.
+
+    An outside agent is a program of the user's that talks to the policy as to a server of a chat
+    API. In a dry conversation it runs once with a scripted model, which calls a tool and answers.
+    """
     outside = [run.config for run in runs if run.config.agent.outside]
     if not outside:
         return
     from agenttrain.commands.dry_conversation import converse  # imports torch
 
-    # Runs of a sweep that agree in all these sections have the same conversation: print it once.
+    # Runs of a sweep that agree in all sections that a conversation depends on have the same one:
+    # print it once. CERTIFIED are the sections of template, tools and rows.
     parts = (*CERTIFIED, "agent", "rollout")
     distinct = {repr([getattr(config, part) for part in parts]): config for config in outside}
     for config in distinct.values():
@@ -90,7 +98,7 @@ def certify(runs: Sequence[Composed], verb: str) -> bool:
     """Print each template's certificate once; return True if all passed.
 
     Also checks the components of every run, as a run of `verb` does before it loads weights. Raises
-    ConfigError.
+    ConfigError. Garbage is not collected meanwhile: collections during the imports only cost time.
     """
     check_files(runs)
     # These import tokenizers and torch.
@@ -99,7 +107,9 @@ def certify(runs: Sequence[Composed], verb: str) -> bool:
     from agenttrain.runs.setup import Components, complete
 
     # Runs of a sweep often agree in the settings that a check reads: each check is made once for
-    # each distinct value of these settings.
+    # each distinct value of these settings. `certificate_key` is for `verify_model` and the
+    # certificate: model, template, tools, rows. `run_key` has also what only `complete` and
+    # `check_resumed` read, and is for these two.
     certified: dict[str, Components] = {}
     completed: set[str] = set()
     for config in (run.config for run in runs):

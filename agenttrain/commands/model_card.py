@@ -146,7 +146,11 @@ def published_settings(config: Mapping[str, Any]) -> str:
 
 
 def _evaluations(summary: Mapping[str, Any], step: int) -> list[tuple[str, int, str, str]]:
-    """Return (decoding, questions, reward before, reward after) of each evaluation."""
+    """Return (decoding, questions, reward before, reward after) of each evaluation.
+
+    Example: ``("sampled", 200, "0.31", "0.74")``. Questions are the rows that were evaluated. A
+    reward that was not measured is a dash.
+    """
     evaluations = dict(summary.get("eval", {}))
     # The run was evaluated after its last step: that says nothing of an earlier checkpoint.
     recorded_after = evaluations.get("after") if summary.get("steps") == step else None
@@ -159,6 +163,7 @@ def _evaluations(summary: Mapping[str, Any], step: int) -> list[tuple[str, int, 
     for label, after_or_before in {**before_scores, **after_scores}.items():
         pair = (before_scores.get(label), after_scores.get(label))
         before, after = ("–" if scores is None else str(scores.reward) for scores in pair)
+        # The number before the training, or after it for a decoding that was not evaluated before.
         questions = (before_scores.get(label) or after_or_before).questions
         rows.append((label, questions, before, after))
     return rows

@@ -36,6 +36,11 @@ class CallKey(NamedTuple):
 class RecordedCalls:
     """Results of a record's calls, and the sub-agents that the calls began.
 
+    A record numbers its trajectories from 0. An agent has one trajectory, or several if its history
+    was rewritten, and is named by the number of its first one. Turns are numbered twice, from 0
+    each: in a trajectory (`Place`), as they are recorded, and over all trajectories of an agent
+    (`CallKey`), as a replay counts them.
+
     Example: the main agent calls ``f:0``, which begins a sub-agent that also calls ``f:0``. Their
     keys (agent, turn, call id) are (0, 0, "f:0") and (1, 0, "f:0"), where 0 and 1 are the numbers
     of the agents' first trajectories.
@@ -57,7 +62,8 @@ class RecordedCalls:
         """
         turns_by_agent: dict[int, list[Place]] = {}
         for number, trajectory in enumerate(self._trajectories):
-            # A turn may have several sampled spans. They are numbered from 0 in each trajectory.
+            # A turn may have several sampled spans, so that distinct turns are counted. They are
+            # numbered from 0 in each trajectory: three turns are 0, 1 and 2.
             sampled_turns = {
                 span["turn"] for span in trajectory["spans"] if span["origin"] == Origin.sampled
             }
@@ -81,7 +87,8 @@ class RecordedCalls:
         result = next(remaining, None)
         for place in self._turns_in_order_of_answers(MAIN_AGENT):
             for call_id in self._answered_calls(place):
-                # A reply without a recorded result leaves the next one to its own call.
+                # Some replies have no recorded result. `result` is then that of a later call, and
+                # waits for it.
                 if result is not None and result.call.id == call_id:
                     results[self._key(place, call_id)] = result
                     result = next(remaining, None)
@@ -93,6 +100,7 @@ class RecordedCalls:
         return number if parent is None else self._agent_of(parent[0])
 
     def _key(self, place: Place, call_id: str) -> CallKey:
+        """Return the key of a call; the index of its place is the turn among the agent's turns."""
         agent = self._agent_of(place.trajectory)
         return CallKey(agent, self._turns_by_agent[agent].index(place), call_id)
 
@@ -115,12 +123,15 @@ class RecordedCalls:
             yield place
 
     def _answered_calls(self, place: Place) -> list[str]:
-        """Return the ids of a turn's calls that were answered, in their order.
+        """Return the ids of a turn's calls that got a tool message as reply, in their order.
 
-        Malformed calls may be ignored, and a turn that ends its agent is not answered.
+        `place` is the turn's trajectory and its number there. Malformed calls may get no reply, nor
+        do the calls of a turn that ends its agent.
         """
         trajectory = self._trajectories[place.trajectory]
+        # A prompt may have assistant messages too, which no turn of this rollout wrote.
         added = trajectory["messages"][len(prompt_messages(trajectory)) :]
+        # Positions of the model's messages: that of turn n is the n-th.
         answers = [i for i, message in enumerate(added) if message["role"] == "assistant"]
         if place.turn >= len(answers):
             return []

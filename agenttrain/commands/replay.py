@@ -163,12 +163,14 @@ def _outside_agent_differences(
 ) -> list[str | None]:
     """Return for each rollout of an outside agent what differs, or None.
 
-    The agent is not run again. Its record is read as a rollout without scores, its messages are
-    rendered and its turns parsed again, with the tools that it sent.
+    The agent is not run again. Its record is read as a rollout without scores. Its messages are
+    rendered and its turns parsed again, with the tools that it sent: `rendering_difference`
+    compares both with the record.
     """
     chat = components.chat
     differences: list[str | None] = []
     for record in records:
+        # An outside agent writes its prompt itself: the record has it, the task has no messages.
         task = Task(task_id=record["task_id"], messages=(), columns=record["columns"])
         try:
             rollout = read_again(record, task, record["rollout_id"])
@@ -178,6 +180,7 @@ def _outside_agent_differences(
         if not rollout.turns:  # nothing was rendered or parsed
             differences.append(None)
             continue
+        # The conversation begins with the first trajectory's messages and tools.
         first = rollout.trajectories[0]
         schemas = [dict(schema) for schema in first.schemas or ()]
         differences.append(rendering_difference(rollout, first.messages, chat, schemas))
@@ -380,7 +383,7 @@ def recorded_tools(
 
     `in_last_turn` returns True once the replayed rollout has reached its last recorded turn.
     """
-    kind = environments.kind_of(task)  # name of the row's environment, or None
+    kind = environments.kind_of(task)  # the row's environment (its class and settings), or None
     boxes = [toolbox, *([] if kind is None else [environments.toolbox_of(kind)])]
     tools = RecordedToolbox(boxes, record)
     if kind is None:
@@ -388,11 +391,13 @@ def recorded_tools(
     prompt = prompt_messages(record["trajectories"][0])
     ended = record["stop_reason"] in (StopReason.environment_done, StopReason.environment_truncated)
     replies = RecordedReplies(
-        # `reset` added the prompt's messages after those of the task.
+        # The prompt is the task's messages, then those of `reset`.
         messages=tuple(prompt[len(task.messages) :]),
-        # The tool loop itself sends the user's messages that the task scripts.
+        # The user's messages are those that the task scripts, which the tool loop sends itself,
+        # then those of the environment.
         user=_user_texts(record)[len(task.user_turns) :],
         reward=record.get("environment_reward"),
+        # A callable: whether the episode is over changes while the rollout is replayed.
         done=lambda: ended and in_last_turn(),
         truncated=record["stop_reason"] == StopReason.environment_truncated,
     )
@@ -542,7 +547,11 @@ class RecordedEpisode(Episode):
 
 
 class RecordedEnvironments(Environments):
-    """The environment of one rollout; its methods are tools of the recorded toolbox."""
+    """Declared environments for the replay of one rollout: the recorded one is that of every task.
+
+    A replay gives the tool loop these in place of the run's, so that no environment's code runs.
+    The replies of its methods, which are tools to the model, come from `RecordedToolbox`.
+    """
 
     def __init__(self, kind: RecordedKind) -> None:
         super().__init__()

@@ -48,11 +48,12 @@ class Rescored:
 
 
 def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | None) -> int:
-    """Score the rollouts of a step, or of all, with `config.reward`, and print both means.
+    """Score the rollouts of a step, or of all, with `config.reward`.
 
-    One JSON object per rollout goes to the file `to`; failed rollouts are not scored. Returns exit
-    code 0. Raises ConfigError for steps that were not recorded and rows that the data no longer
-    has, RewardError if a reward function fails.
+    Prints the means of the recorded and of the new rewards. One JSON object per rollout goes to the
+    file `to`. Failed rollouts are not scored. Returns exit code 0. Raises ConfigError for steps
+    that were not recorded, and for rows that the data no longer has if a reward reads a column of
+    them. Raises RewardError if a reward function fails.
     """
     command = f"rescore {folder}"
     refuse_sources(command, config)
@@ -66,6 +67,7 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     }
     all_tasks = chain(*(tasks_by_id.values() for tasks_by_id in tasks.values()))
     rubric = recorded_rubric(config, folder, chain(*recorded.values()), all_tasks)
+    # (reward function, column) for each column of the rows that a reward reads.
     columns_read = [
         (name, column) for name, columns in rubric.columns.items() for column in columns
     ]
@@ -73,6 +75,7 @@ def rescore(config: RunConfig, folder: Path, *, step: int | None, to: Path | Non
     for number, records in recorded.items():
         step_tasks = tasks[number]
         missing = [r["task_id"] for r in records if r["rollout_id"] not in step_tasks]
+        # A missing row matters only if a reward reads its columns: the rollout itself is recorded.
         if missing and columns_read:
             name, column = columns_read[0]
             raise ConfigError(

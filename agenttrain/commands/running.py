@@ -311,7 +311,9 @@ def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
             raise _folder_is_taken(folder)
         check_writable(folder, f"{RUN_DIR}{folder}", f"name another folder: {RUN_DIR}…")
         return _launch(command, composed, folder)
-    command.before_start(saved, composed.config)  # here too: a finished run is not launched
+    # `_launch` calls it too, but a finished run is not launched: the caller learns of it here.
+    command.before_start(saved, composed.config)
+    # `steps` is the number of steps with which the run finished; None: it has not.
     steps, stop_when = finished_steps(saved), composed.config.stop_when
     stopped_early = stopped_when(saved, stop_when)
     if steps is None or (steps < composed.config.steps and not stopped_early):
@@ -320,6 +322,7 @@ def _continue_run(command: Command, saved: Path, composed: Composed) -> int:
         return _launch(command, composed, saved)
     resume_command = f"agenttrain {resuming(command.verb)}resume={quote(str(saved))}"
     if stopped_early:
+        # The bound that ended the run, which has to be removed to train on.
         bound = "below" if stop_when.above is None else "above"
         print(
             f"{saved}: finished after {steps} steps ({stop_when}); for more: {resume_command} "

@@ -42,7 +42,9 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
 
     spec = spec_of(config.engine)
     has_server = spec.server is not None
-    # An engine without weights of its own is the one that our server samples with.
+    # Two kinds of engines can serve: those with a server of their own, and those that sample from
+    # the model in our process (`own_weights` is False). One that is neither is refused if the user
+    # named it; if a run's settings did, `_serve_here` samples with the default engine.
     is_unusable = spec.own_weights and not has_server
     if engine_named and is_unusable:
         raise ConfigError(
@@ -54,7 +56,7 @@ def serve(config: RunConfig, args: Namespace, *, engine_named: bool = False) -> 
         problems = list(spec.check_machine(config.engine, count_gpus))
         if problems and engine_named:
             raise ConfigError("\n".join(problems))
-        for problem in problems:
+        for problem in problems:  # "until then": until the user has mended the problem
             print(f"note: {problem}; until then engine={DEFAULT_ENGINE} answers")
         uses_its_server = not problems
     if uses_its_server and args.hosts:
@@ -124,13 +126,19 @@ def _serve_here(config: RunConfig, args: Namespace, listener: socket) -> None:
 
 
 def _check_adapters(config: RunConfig, model: Path) -> None:
-    """Raise ConfigError for adapters in the folder `model` that an engine's server cannot apply."""
+    """Raise ConfigError for adapters in the folder `model` that an engine's server cannot apply.
+
+    Called only if `model` holds adapters. The errors name the engines that sample from the weights
+    in our own process, which apply such adapters (`names_with(own_weights=False)`).
+    """
     if reason := packed_experts(model):
         raise ConfigError(
             f"model.path={config.model.path}: holds adapters of packed experts ({reason}), which "
             "vLLM reads wrongly or not at all; merge them first (agenttrain export), or set "
             f"{names_with(own_weights=False)}"
         )
+    # Adapters that were trained on a base in 4 bits fit these weights only. The server has the
+    # base's files, in more bits.
     if config.model.quantization is not None:
         raise ConfigError(
             f"model.quantization={config.model.quantization}: the server of "

@@ -47,9 +47,11 @@ class Setting:
     """Value as typed on the command line; empty: it has to be set."""
     description: str
     choices: tuple[str, ...] = ()
-    """Choices with this key and this default, where not all have it: ``optimizer=muon``."""
+    """The choices of the section that have this key with this default: ``optimizer=muon``. A key
+    whose default differs is listed once for each default. Empty: all choices agree, or the section
+    has none."""
     values: tuple[str, ...] = ()
-    """Every value that it takes, if these can be listed."""
+    """Every value that the setting takes, if these can be listed: ``sum``, ``mean``."""
 
 
 def settings(args: Namespace) -> int:
@@ -124,7 +126,14 @@ def _cell(text: str) -> str:
 def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
     """Yield every setting of a class, and of the sections below it, in their order.
 
-    `prefix` is that of the keys: ``algorithm.`` for `AlgorithmConfig`.
+    `prefix` is that of the keys: ``algorithm.`` for `AlgorithmConfig`. A key is one of these::
+
+        optimizer       in `choices()`: its name, then the keys of every choice
+        training        a section: its own settings, recursively
+        tools           a mapping of components: also what agenttrain reads beside each `_target_`
+        user            one component: the same, without a name in the key
+        data.sources    a mapping of sources: also the settings of one
+        seed            anything else: a single setting
     """
     hints, below = get_type_hints(cls), sections_below(cls)
     for field in fields(cls):
@@ -135,11 +144,10 @@ def all_settings(cls: type = RunConfig, prefix: str = "") -> Iterator[Setting]:
             yield from all_settings(below[field.name], f"{key}.")
         else:
             yield _setting(cls, field, hints[field.name], key)
-            # Settings that a component has beside the arguments of its `_target_`. The section of
-            # the run holds components by name (tools.<name>.timeout_s), or is one (user.max_turns).
-            if cls is RunConfig and key in SETTINGS_BESIDE:
+            # Settings that a component has beside the arguments of its `_target_`.
+            if cls is RunConfig and key in SETTINGS_BESIDE:  # tools.<name>.timeout_s
                 yield from all_settings(SETTINGS_BESIDE[key], f"{key}.<name>.")
-            if cls is RunConfig and key in ONE_BESIDE:
+            if cls is RunConfig and key in ONE_BESIDE:  # user.max_turns
                 yield from all_settings(ONE_BESIDE[key], f"{key}.")
             if key == SOURCES:
                 yield from _source_settings()
@@ -369,7 +377,9 @@ def _add_components(
     """Describe components: a `_target_`, settings of ours, and any arguments of the `_target_`.
 
     SETTINGS_BESIDE holds sections of components by name (`tools`), ONE_BESIDE sections that are one
-    component (`user`). Both have the class of the settings that stand beside the `_target_`.
+    component (`user`). Each maps a section to the class of the settings of ours, such as a tool's
+    `timeout_s`. `references` maps the section to the definition of that class:
+    ``{"$ref": "#/$defs/ToolSettings"}``.
     """
     for section in (*SETTINGS_BESIDE, *ONE_BESIDE):
         settings_beside = _definition(references[section], definitions)["properties"]
@@ -378,5 +388,7 @@ def _add_components(
             "properties": {"_target_": {"type": "string"}, **settings_beside},
         }
         part = root["properties"][section]
-        part.pop("anyOf")  # any mapping, or an interpolation: less than is known here
+        # So far the section is `anyOf` a mapping with any content and an interpolation, which would
+        # accept every key. The content is described here instead.
+        part.pop("anyOf")
         part |= component if section in ONE_BESIDE else {"additionalProperties": component}

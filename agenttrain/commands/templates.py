@@ -38,7 +38,11 @@ TOKENIZER_OPTIONS = ("chat_template", "path", "response_schema", "schema_path", 
 def templates(options: argparse.Namespace) -> int:
     """Print the table, or a tokenizer's certificate.
 
-    Exit code: 0, 1 for a template without certificate, 2 if it cannot be read.
+    With a folder: the certificate of its tokenizer. Without: the table that the package ships
+    (`read_shipped`), or with --certify a table made now (`rows`). A row whose stock template is not
+    installed then comes from the shipped table. `certified` of shipped rows is the date and the
+    versions with which they were made; it is None for rows made now. Exit code: 0, 1 for a template
+    without certificate, 2 if it cannot be read.
     """
     try:
         _check_options(options)
@@ -49,6 +53,7 @@ def templates(options: argparse.Namespace) -> int:
         if options.json == STDOUT:  # the JSON takes the place of the text
             return 0
         print(markdown(table) if options.markdown else plain(table))
+        # Dates and versions of the rows that were not certified now: the same for all of them.
         shipped = sorted({row.certified for row in table if row.certified})
         if not options.certify:
             print(f"\nCertified on {shipped[0]}; agenttrain templates --certify does it here.")

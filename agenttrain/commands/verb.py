@@ -143,7 +143,8 @@ class VerbParser(ArgumentParser):
         if settings and self.verb.settings is None:
             raise ConfigError(self._unknown_message(settings[0]))
         parsed = self.parse_intermixed_args(arguments)
-        # `_divide` keeps settings from argparse: what argparse still takes for one is a mistake.
+        # `add_settings` adds a positional `settings`, for the help. `_divide` has taken out all
+        # real settings: words that argparse puts there are mistakes.
         if misplaced := getattr(parsed, "settings", None):
             if misplaced[0] in VERBS:
                 raise ConfigError(
@@ -207,7 +208,8 @@ class VerbParser(ArgumentParser):
                 return f"{name}: {HYDRAS[name]}"
             # TRL's spelling: --num_generations 8, --learning-rate=1e-5.
             key = name.removeprefix("--").replace("-", "_")
-            # Settings of the verb beside those of a run, as its help shows them: "trust=true".
+            # Settings of the verb beside those of a run. The keys of `verb.settings` are texts as
+            # the help shows them: "trust=true", "run=FOLDER".
             for setting in self.verb.settings:
                 if setting.startswith(f"{key}="):
                     return f"{word}: settings are written key=value; write {setting}"
@@ -261,7 +263,14 @@ def _is_optional_value(option: Action, word: str) -> bool:
 def _take_option_words(option: Action, name: str, word: str, remaining: deque[str]) -> list[str]:
     """Return the words of an option for argparse: `word`, and its values from those `remaining`.
 
-    `name` is the option's spelling for argparse: ``--step`` for the word ``step=3``.
+    `name` is the option's spelling for argparse. Examples, with `name` before the arrow::
+
+        --step  step=3         -> ["--step=3"]
+        --step  --step 3       -> ["--step", "3"]
+        --json  --json x.json  -> ["--json=x.json"]
+        --json  --json runs/a  -> ["--json=-"], STDOUT; runs/a remains
+
+    A word without "=" is typed as an option and is `name` itself.
     """
     typed_name, equals, value = word.partition("=")
     if equals and not value and option.nargs != 0:
@@ -272,6 +281,7 @@ def _take_option_words(option: Action, name: str, word: str, remaining: deque[st
         # argparse would take any word that follows: a setting, a folder.
         has_value = bool(remaining) and _is_optional_value(option, remaining[0])
         return [f"{word}={remaining.popleft() if has_value else option.const}"]
+    # nargs is a number of values, or None for one; no option here has "*" or "+".
     number = option.nargs if isinstance(option.nargs, int) else 1
     return [word, *(remaining.popleft() for _ in range(min(number, len(remaining))))]
 

@@ -197,6 +197,7 @@ def _replay(parser: ArgumentParser) -> None:
     text = "live: run the tools again instead of reading their recorded replies"
     kinds = ("recorded", "live")
     add("--tools", type=OneOf(*kinds), default="recorded", metavar="|".join(kinds), help=text)
+    # The help of trust=true, which other verbs take as a setting: TRUST has this entry alone.
     (text,) = TRUST.values()
     add("--trust", type=OneOf("true", "false"), default="false", metavar="true", help=text)
 

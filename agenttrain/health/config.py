@@ -65,8 +65,12 @@ class RewardHacking:
     stop reason, lengths out of their range, and a held-out reward that falls.
     """
 
+    # The held-out reward is no share: for it `limit` only says if it is watched. It has to fall by
+    # a multiple of its standard error (`ERRORS` in reward_hacking.py).
     limit: Number | None = Field(default=0.2, gt=0, le=1)
     """Rise of the share of rollouts with a sign, while the reward rises; None: not watched."""
+    # Both means are over this many steps: with 3, the latest 3 steps are compared with the 3 steps
+    # in a row in which the share was lowest.
     window: Whole = Field(default=3, ge=2)
     """Steps whose means are compared: the latest, and those in which the sign was rarest."""
     action: Data[OnTrip] = OnTrip.warn

@@ -45,10 +45,12 @@ TENSORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """Writes the crash bundles of one run.
+    """Writes the crash bundles of one run, for two kinds of errors.
 
-    NotFinite is raised in all processes at once: the main one writes the rollouts of all. A
-    RewardError is raised in one process, which writes its own rollouts.
+    NotFinite (NaN or infinite values) is raised in all processes at once: together they write one
+    bundle with the rollouts of all and the policy's checkpoint. A RewardError is
+    raised in one process while it scores: it writes a bundle with its own rollouts, without a
+    checkpoint, as scoring needs no policy.
     """
 
     folder: Path
@@ -63,19 +65,20 @@ class Evidence:
         """Write a bundle if an error in the block ends the step.
 
         The error's message then names the bundle, or says why there is none. `rollouts` are those
-        of the step so far, for NotFinite: a RewardError brings the rollouts that were scored.
+        of the step so far, for NotFinite. A RewardError has the rollouts that were being scored in
+        its `rollouts`.
         """
         world = self.policy.world
         bundle = self.folder / "crash" / f"step-{step:06d}"
         try:
             yield
-        except NotFinite as error:  # raised in all processes at once
+        except NotFinite as error:
             write = partial(self._write_together, bundle, step, error, rollouts)
             self._write_bundle(bundle, error, rollouts, write)
             raise
-        except RewardError as error:  # raised in one process, which writes its own bundle
-            # Without rollouts it was raised before any scoring: an environment's reward in the tool
-            # loop, which cannot be repeated without the environment's state.
+        except RewardError as error:
+            # Without rollouts nothing can be repeated: the reward of an environment failed in the
+            # tool loop, before any scoring, and the environment's state is gone.
             if error.rollouts:
                 if not world.is_main:
                     bundle = bundle.with_name(f"{bundle.name}-rank-{world.rank}")

@@ -152,6 +152,8 @@ class Guards:
         An alarm of an evaluation since the last step raises too: `check_evaluation` only warned.
         Each alarm is warned of, and the error has the text of the last one.
         """
+        # The text of the alarm that an error would show; None: there is none. It begins as that of
+        # `check_evaluation`, which is taken so that it raises once.
         text, self._evaluation_alarm = self._evaluation_alarm, None
         for source, rollouts_of_source in _by_source(rollouts).items():
             alarm = self._watch_of(source).check_step(step, rollouts_of_source)

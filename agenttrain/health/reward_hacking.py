@@ -131,8 +131,15 @@ class RewardWatch:
     """Looks for signs in the rollouts of each step, and compares held-out with training rewards.
 
     `Guards` has one for each source of a mixture. It calls `check_step` after each step and
-    `check_evaluation` after each evaluation. In a step each sign is compared with its reference:
-    the steps in which it was rarest so far.
+    `check_evaluation` after each evaluation. It keeps two memories:
+
+    - Of training, the latest steps (`tallies`) and for each sign its reference: the window of steps
+      in which the sign was rarest so far. A step compares the share of each sign, and the reward,
+      with those of its reference.
+    - Of evaluations, the best one so far (`held_out`), and the training reward at its time.
+
+    A rise has to exceed chance: ERRORS (3) standard errors for a share or an evaluation,
+    REWARD_ERRORS (2) for the training reward.
     """
 
     config: RewardHacking
@@ -199,7 +206,8 @@ class RewardWatch:
         if math.isnan(rewards.value):
             return None
         training = _reward(self.tallies) if self.tallies else None
-        # The first evaluation is the best so far.
+        # The best evaluation before this one, and the training reward at its time. The first
+        # evaluation stands for itself.
         best, training_at_best = self.held_out.get(name, (rewards, training))
         if best.value <= rewards.value:
             self.held_out[name] = rewards, training
@@ -208,12 +216,15 @@ class RewardWatch:
         if training is None or training_at_best is None or f"{HELD_OUT}:{name}" in self.raised:
             return None
         has_risen = training_at_best.rises_to(training, REWARD_ERRORS)
-        has_fallen = rewards.rises_to(best, ERRORS)  # from `best` down to `rewards`
+        # A fall from `best` to `rewards` is a rise from `rewards` to `best`.
+        has_fallen = rewards.rises_to(best, ERRORS)
         if not (has_risen and has_fallen):
             return None
         self.raised.add(f"{HELD_OUT}:{name}")
         tally = self.tallies[-1]
-        best_rollouts = tally.signs["any"].suspects  # of the latest step: all rollouts have "any"
+        # The best-rewarded rollouts of the latest training step: if its rewards rise for a wrong
+        # reason, these show it. All rollouts have the sign "any".
+        best_rollouts = tally.signs["any"].suspects
         return Alarm(
             step=tally.step,
             signs=(HELD_OUT,),
@@ -310,9 +321,11 @@ class RewardWatch:
             yield "short"
 
     def _lower_references(self, tally: Tally) -> None:
-        """Make the latest steps the reference of each sign that was never rarer before.
+        """Make the latest steps (`self.tallies`) the reference of each sign that was never rarer.
 
-        `tally` is the step that follows them. A sign that appears in it first had a share of 0.
+        A reference is the window of steps in which a sign was rarest, with its share and the reward
+        there. `tally` is the step after the window. It only adds names: a sign that it shows for
+        the first time gets this window as reference, with a share of 0.
         """
         recent_signs = {sign for earlier in (*self.tallies, tally) for sign in earlier.signs}
         # Signs with a value, ``answer:42``, are forgotten once no recent step has them, or a run
@@ -325,6 +338,7 @@ class RewardWatch:
         reward = _reward(self.tallies)
         for sign in {*references, *recent_signs}:
             share = self._share(sign, self.tallies)
+            # At an equal share the later window counts.
             if sign not in references or share.value <= references[sign].share.value:
                 step = self.tallies[-1].step
                 references[sign] = Reference(step=step, share=share, reward=reward)
@@ -333,8 +347,10 @@ class RewardWatch:
     def _rise(self, sign: str) -> float | None:
         """Return the rise of a sign's share since it was rarest, if it is an alarm, else None.
 
-        It is one if the share rises, in rollouts of several tasks that are rewarded at least as
-        well as the others, while the reward of all rollouts rises too.
+        It is one if all of this holds for the steps after the sign's reference (the window of steps
+        in which it was rarest): the share has risen by `limit` and by more than chance, rollouts of
+        several tasks show the sign, they are rewarded at least as well as the others, and the mean
+        reward of all rollouts has risen too.
         """
         reference = self.references.get(sign)
         if sign == "any" or reference is None:  # all rollouts have "any"
@@ -352,6 +368,7 @@ class RewardWatch:
             return None
         if len({task for step_sign in sign_by_step for task in step_sign.tasks}) < LEAST_TASKS:
             return None
+        # Number and summed reward of the rollouts with the sign, then of the others.
         count = sum(step_sign.count for step_sign in sign_by_step)
         reward = sum(step_sign.reward for step_sign in sign_by_step)
         other_count = sum(tally.count for tally in since) - count
@@ -359,6 +376,7 @@ class RewardWatch:
         # Rollouts with the sign earn less than the others: nothing rewards it.
         if other_count and reward / count < other_reward / other_count:
             return None
+        # Means over groups, of all rollouts.
         has_risen = reference.reward.rises_to(_reward(since), REWARD_ERRORS)
         return rise if has_risen else None
 

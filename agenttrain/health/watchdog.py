@@ -55,7 +55,14 @@ class Watched(Protocol):
 class Watchdog:
     """Watches one process of a run from a thread, while it is entered.
 
-    Without a folder it does nothing, for a trainer that is used by itself. Example::
+    Without a folder it does nothing, for a trainer that is used by itself. Two timers watch:
+
+    - The thread (`_watch`) compares counters of progress every TICK_S, writes the heartbeat, and
+      ends the run if nothing has progressed for the phase's deadline.
+    - faulthandler's timer (`_arm`) ends the process if that thread cannot run itself, because C
+      code holds the GIL. `begin` and the thread restart it, so that it expires only then.
+
+    Example::
 
         with Watchdog(folder, config.watchdog) as watchdog:
             watchdog.begin("load")
@@ -163,7 +170,8 @@ class Watchdog:
         while not self._over.wait(TICK_S):
             now = time.monotonic()
             setting, deadline_s = self._config.deadline_of(self._phase)
-            # Not `now - last_tick`: time in which the whole process was stopped does not count.
+            # At most LONGEST_TICK_S for a tick: a longer one means that the whole process was
+            # stopped (Ctrl-Z, a suspended machine), which is no stall.
             idle_s += min(now - last_tick, longest_tick_s(deadline_s))
             last_tick = now
             if (count := self._progress()) != last_count:
@@ -195,6 +203,8 @@ class Watchdog:
                 update_summary(folder, status="stalled", stalled_phase=phase, error=message)
 
         tasks = [] if self._collector is None else self._collector.in_flight.tasks()
+        # The collector may be in a child process, and the stall there: its stacks first, because
+        # `end_run` writes only this process's and kills all children.
         if self._print_stacks is not None:
             self._print_stacks()
         end_run(Stall(message=message, waiting=self._waiting(), tasks=tasks), path, record)

@@ -202,10 +202,13 @@ class ChatServer:
     async def _record(self, answering: Answering, sampled: SampledAnswer) -> Answer:
         """Record an answer for requests that continue it, and return it as the client gets it."""
         prompt, question = answering.prompt, answering.question
-        # Without text arguments, a malformed call is a part of the answer's text.
+        # Without text arguments, a malformed call is a part of the answer's text: clients of
+        # `serve` parse the arguments of a call, and would fail at a text that is no JSON.
         message, call_ids = issue(sampled.turn, text_arguments=False, handle=answering.head.id)
         # `_sample` has cut the sampled text. `issue` joins parts of it, which may make a stop text.
         cut_message(message, question.stops)
+        # An engine keeps the tokens of a session (its KV cache) for the request that continues it.
+        # `record` keeps this answer's session, and returns those of older answers that it forgets.
         unused_sessions = [prompt.session]
         if sampled.finish is not Finish.abort:  # no request can continue an aborted answer
             unused_sessions = self.conversations.record(

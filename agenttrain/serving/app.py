@@ -96,7 +96,9 @@ class HostCheck:
             return False
         if "*" in self.hosts or name in self.hosts:
             return True
-        # An attacker's page can bind its own name to this address (DNS rebinding), but no address.
+        # `any_address`: the server is for other machines, which ask for it by IP address. That is
+        # safe: an attacker's page can make its own name point to this server (DNS rebinding), but
+        # `Host` is then that name. It cannot make `Host` an IP address.
         return self.any_address and _is_address(name)
 
 
@@ -159,8 +161,9 @@ def build_app(
 ) -> Starlette:
     """Return the application. `on_end` is awaited after its last answer.
 
-    `hosts` are the names in `Host` that it answers to, "*" for all. With `any_address` it answers
-    to every IP address too, e.g. that of the machine around a container.
+    It has a POST route for each API that `serve` speaks (`read_served` is set), ``/v1/models`` and
+    ``/health``. `hosts` are the names in `Host` that it answers to, "*" for all. With `any_address`
+    it answers to every IP address too, e.g. that of the machine around a container.
     """
 
     async def models(_: Request) -> Response:
@@ -178,6 +181,7 @@ def build_app(
                 status=415,
             )
         body = await read_body(request, server.engine.max_context)
+        # Long bodies take a while to parse and render: a thread keeps the event loop free.
         answering = await call_in_thread_if_large(len(body), begin, body, dialect)
         if answering.question.stream:
             writer = dialect.writer(answering.head, answering.question.include_usage)
@@ -191,6 +195,8 @@ def build_app(
     def begin(body: bytes, dialect: WireDialect) -> Answering:
         """Read a request and make its prompt."""
         assert dialect.read_served is not None
+        # Finds an answer that this server has given earlier (issued), by its id: a request may name
+        # it instead of repeating it.
         roles, find_issued = server.chat.roles, server.conversations.find_issued
         return server.begin(dialect.read_served(read_object(body), roles, find_issued))
 

@@ -31,13 +31,13 @@ class OtherGpus:
     key: str
     """``rollout process``, or the section of a role: ``roles.judge``."""
     what: str
-    """Contents, as the plan prints them."""
+    """Contents of the GPUs in words: ``a copy of the policy and keys and values of 6 rollouts``."""
     count: int
     """Number of processes or servers."""
     gpus: int
     """GPUs of each of them."""
     bytes: int
-    """Bytes of each GPU."""
+    """Bytes that it needs on each GPU, at its peak."""
     fits: bool | None
     """None: the GPUs' memory is not known."""
     remedy: str | None
@@ -59,11 +59,17 @@ def plan_other_gpus(config: RunConfig, planner: Planner, memory: MemoryEstimate)
 
 
 def _plan_copy(config: RunConfig, planner: Planner, memory: MemoryEstimate) -> OtherGpus:
-    """Plan the rollout process's copy of the policy. Its remedies halve engine.max_rows."""
+    """Plan the rollout process's copy of the policy, on one GPU.
+
+    If it does not fit, `_plan_part` proposes the first smaller engine.max_rows with which it does.
+    """
     load, estimate = memory.load, run_spec(config).server_memory
-    assert estimate is not None
+    assert estimate is not None  # engines that sample from a copy have one
     sizes = planner.sizes(config.model)
+    # The present number of rows and its halves. The present one is among the remedies too, but is
+    # never proposed: remedies are tried only if it does not fit.
     halves = [load.rows >> power for power in range(load.rows.bit_length())]  # 12, 6, 3, 1
+    # The last argument, 1, is the number of GPUs that divide the weights.
     by_rows = {
         rows: estimate(config.engine, server_load(config, memory, sizes, rows), sizes, 1)
         for rows in halves
@@ -85,10 +91,13 @@ def _plan_role(key: str, role: RoleConfig, planner: Planner, memory: MemoryEstim
     model = ModelConfig(path=role.model, revision=role.revision)
     sizes = planner.sizes(model, f"{key}.model")
     load, gpus = memory.load, role.tensor_parallel_size
+    # Most tokens of a sequence. (Below, `limit` of `_plan_part` is in bytes of a GPU.)
     limit = role.max_context or sizes.max_context or load.context
     engine_load = EngineLoad(
-        rows=min(role.max_rows, load.in_flight),
+        rows=min(role.max_rows, load.in_flight),  # one request for each rollout in flight
         prompt=min(load.prompt, limit),
+        # Tokens of a whole sequence, prompt included. How long the role's own sequences are is not
+        # known. A judge reads whole rollouts: they are planned as long as one of the run.
         sampled=min(load.context, limit),
         limit=limit,
         on_gpu=True,

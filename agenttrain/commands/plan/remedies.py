@@ -66,7 +66,13 @@ class Planner:
     """Estimates of one configuration and of variations of it, to find remedies if it does not fit.
 
     `Choices` has the values of one setting, from mild to strong. Each is a tuple of changes
-    (setting, value), because a value may require other settings.
+    (setting, value), because a value may require other settings::
+
+        [(("training.token_budget", 8192),), (("training.token_budget", 4096),)]
+        [(("model.dtype", "bfloat16"), ("training.mixed_precision", "no"))]
+
+    An estimate's `peak` is the most bytes that a GPU needs at once, `excess` the bytes by which the
+    peak is more than the GPU has, and `load.context` the tokens of the longest training rollout.
     """
 
     def __init__(self, config: RunConfig, machine: PlannedHardware, prompt_tokens: int) -> None:
@@ -98,7 +104,8 @@ class Planner:
     def _allowed(self, choices: Choices) -> Choices:
         """Return the choices that the run's other settings, e.g. training.compile, allow."""
         if self.config.model.vision is VisionTower.trained:
-            # Neither way to divide a model over processes is made for images.
+            # Neither way to divide a model over processes is made for images. FSDP2 is one change,
+            # setting and value; CONTEXT_PARALLEL is a setting, refused with any value.
             choices = [c for c in choices if FSDP2 not in c and CONTEXT_PARALLEL not in dict(c)]
         return [c for c in choices if not list(distributed_problems(self._changed(c)))]
 
@@ -108,13 +115,16 @@ class Planner:
         If no setting alone is enough, the first remedy combines several. If even these are too
         little (`fits` is False), no known setting helps.
         """
+        # An item of `settings` is one setting with its values (`Choices`), the mildest first. The
+        # numbers of GPUs are one such item, hence the lists with a single element below.
         settings = list(self._settings())
         remedies = self._sufficient_alone(settings)
         if not remedies:
             remedies = [self._combine([*settings, *self._last_resorts()])]
         more_gpus = self._sufficient_alone([self._more_gpus()])
         if not more_gpus and self._rollout_exceeds_microbatch:
-            # One rollout is too much for a GPU, however many hold the weights: divide each one.
+            # One rollout is too much for a GPU, however many GPUs hold the weights: divide the
+            # tokens of each rollout over the GPUs of a node (context parallel).
             more_gpus = self._sufficient_alone([list(map(_in_one_group, self._more_gpus()))])
         return [*remedies, *more_gpus]
 
@@ -140,12 +150,14 @@ class Planner:
     def _more_gpus(self) -> Choices:
         """Return growing numbers of GPUs, first in one node, then in several.
 
-        Each is a tuple of changes, (setting, value). FSDP2 and FIRST_NODE are changes too: weights
-        are sharded over the GPUs, and several nodes meet at the first.
+        Each is a tuple of changes, (setting, value). All have the change FSDP2: more GPUs help only
+        if the weights are sharded over them. Those with several nodes have FIRST_NODE too, the
+        address at which the nodes meet.
         """
         choices: Choices = []
+        # The problems that the engine would have in a run of several training processes.
         if list(engine_problems(self.config, several=True)):
-            return choices  # the engine works in a single process only
+            return choices
         devices = self.estimate().load.devices
         for count in (devices * 2**power for power in range(1, 10)):
             if count > MOST_GPUS:
@@ -153,6 +165,7 @@ class Planner:
             if count <= GPUS_PER_NODE:
                 choices.append((FSDP2, ("distributed.processes", count)))
                 continue
+            # Whole nodes only: what `count` has beyond a multiple of 8 is not proposed.
             nodes = ("distributed.nodes", count // GPUS_PER_NODE)
             choices.append((FSDP2, ("distributed.processes", GPUS_PER_NODE), nodes, FIRST_NODE))
         return choices
@@ -172,7 +185,11 @@ class Planner:
         return remedies
 
     def _combine(self, settings: list[Choices]) -> Remedy:
-        """Return a remedy of several settings: add them until the run fits, drop needless ones."""
+        """Return a remedy of several settings: add them until the run fits, drop needless ones.
+
+        Settings are added in their order, each with its values from mild to strong. If all of them
+        are too little, all that save memory are returned, with `fits` False.
+        """
         chosen: dict[str, Any] = {}  # setting -> value
         for changes in chain.from_iterable(map(self._allowed, settings)):
             # A stronger value of a setting takes the place of a milder one, if it saves memory.

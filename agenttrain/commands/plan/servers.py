@@ -96,14 +96,18 @@ class Speeds:
 def trainers_of(config: RunConfig, devices: int | None, *, on_gpu: bool = True) -> int | None:
     """Return how many of `devices` GPUs are left to the trainers, after servers and policy copy.
 
-    None if `devices` is None. Raises ConfigError if no GPU is left.
+    Example: 8 GPUs, two servers of one GPU each -> 6. None if `devices` is None. `on_gpu`: the
+    planned machine has GPUs; on CPUs there is no copy of the policy. Raises ConfigError if no GPU
+    is left.
     """
     fleet_by_key, has_copy = fleets(config, "train"), on_gpu and has_policy_copy(config)
     if devices is None or not (fleet_by_key or has_copy):
+        # All of them, also for distributed=single: the caller then refuses more than one, because
+        # the others would be idle.
         return devices
     is_single = config.distributed.name is DistributedName.single
     if on_gpu and sampler_shares_gpu(config, devices) and not (has_copy and fleet_by_key):
-        return 1
+        return 1  # the only GPU: trainer and sampler share it
     used = sum(servers.gpu_count for servers in fleet_by_key.values()) + (1 if has_copy else 0)
     if used >= devices:
         parts = [
@@ -174,16 +178,20 @@ def plan_servers(
         estimate = spec.server_memory(config.engine, engine_load, sizes, gpus)
         # The estimate calls the KV cache by this name. Its bytes are those of one GPU.
         cache = next((item.bytes for item in estimate.items if item.name == "keys and values"), 0)
-        # Bytes of one token times the tokens of the longest rollout. 0 for a recurrent model, whose
-        # rollouts need no cache: the 1 below avoids a division by zero, and the number is huge.
+        # Bytes of one token times the tokens of the longest rollout, prompt included. 0 for a
+        # recurrent model, whose rollouts need no cache: the 1 below avoids a division by zero, and
+        # the number is huge.
         rollout_bytes = load.sampled * sizes.token_cache
         return ServerMemory(
             gpus=gpus,
             gpu_bytes=peak_bytes(estimate),
+            # Whole rollouts for which the caches of all its GPUs have room.
             rollouts=cache * gpus // max(rollout_bytes, 1),
             fits=fits(estimate, memory.machine.memory),
         )
 
+    # The number of servers that sample as many tokens per second as the trainers learn from. Both
+    # speeds are in sampled tokens per second: of one server, and of one training GPU.
     balanced = None
     if speeds.server is not None and speeds.trainer is not None:
         balanced = ceil(load.devices * speeds.trainer / speeds.server)

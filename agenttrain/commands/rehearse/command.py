@@ -199,7 +199,8 @@ def _make_report(
 ) -> Report:
     """Count what the rollouts show, and extrapolate the tokens and seconds of a training step.
 
-    `speed` is --tokens-per-s, `seconds` the time that the rollouts took.
+    `speed` is --tokens-per-s, `seconds` the time that the rollouts took. Memory is in MiB, that of
+    this process (`own_mib`) and of its children.
     """
     config, context = components.config, context_of(components.config) or CONTEXT
     rollouts = collected.rollouts
@@ -208,6 +209,7 @@ def _make_report(
     per_step = config.tasks_per_step * config.algorithm.group_size
     sampled = [rollout.sampled_length for rollout in rollouts]
     prompts = [r.trajectories[0].prompt_length for r in rollouts if r.length]
+    # Most tokens that one rollout can sample: the least of the three limits that end it.
     max_tokens = min(
         limits.max_turns * limits.max_turn_tokens, limits.max_completion_tokens, context
     )
@@ -217,7 +219,8 @@ def _make_report(
     return Report(
         rollouts=len(rollouts),
         turns={str(kind): count for kind, count in stub.written.items()},
-        # Plain dictionaries: `asdict` would count the items of a Counter.
+        # Calls that were refused without running a tool, by reason. Plain dictionaries, here and
+        # below: `asdict` makes a Counter of a Counter's (key, value) pairs, which counts the pairs.
         answers=dict(Counter(str(r.error) for r in results if r.error in REFUSED)),
         stop_reasons=dict(Counter(str(rollout.stop_reason) for rollout in rollouts)),
         tools=list(_tool_reports(collector, rollouts)),
@@ -241,7 +244,11 @@ def _make_report(
 def _add_findings(
     report: Report, collected: Collected, components: Components, settings: Sequence[str]
 ) -> None:
-    """Add the problems and warnings that the rollouts, tools and rewards show to the report."""
+    """Add the problems and warnings that the rollouts, tools and rewards show to the report.
+
+    Problems would spoil a run, and decide the exit code. Warnings are worth a look. `settings` are
+    the overrides of the command line, for commands that a warning proposes.
+    """
     problems, warnings = report.problems, report.warnings
     for rollout in collected.rollouts:
         if rollout.stop_reason in (StopReason.error, StopReason.aborted, StopReason.timeout):
@@ -249,7 +256,7 @@ def _add_findings(
             problems.append(f"rollout {rollout.rollout_id} ended as {rollout.stop_reason}: {text}")
             break  # the others mostly end for the same reason
     for tool in report.tools:
-        if tool.same_error:
+        if tool.same_error:  # at least three calls, all with one text: the tool itself is broken
             problems.append(
                 f"tools.{tool.tool}: all {tool.calls} calls failed alike: {tool.first_error}"
             )
@@ -267,6 +274,8 @@ def _add_findings(
     called = {tool.tool for tool in report.tools}
     if missing := [name for name in _tool_names(components, collected) if name not in called]:
         warnings.append(f"not called: {', '.join(missing)}; make more: --rollouts N")
+    # Prompts that leave no token for the model. The key is that of the rows, data.train or a source
+    # of a mixture.
     if collected.overlong:
         keys = [
             at_source(name, own_keys=(), text="data.train") for name in collected.overlong_sources
@@ -276,7 +285,8 @@ def _add_findings(
             f"{report.context} tokens"
         )
     warnings += components.alarms()
-    # A run that stops has not scored all rollouts: missing values say nothing then.
+    # An error that ended the collection, which `_rehearse` put into `problems` under these words,
+    # left rollouts without scores: missing values say nothing then.
     stops = any(text.startswith("the run would stop:") for text in problems)
     for reward in report.rewards:
         if reward.low is None:

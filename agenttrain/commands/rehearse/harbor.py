@@ -93,14 +93,15 @@ async def _grades(
 ) -> dict[str, float] | None:
     """Return a task's rewards, with or without its solution; None if its container is lost.
 
-    Adds what goes wrong to `problems`.
+    Adds what goes wrong to `problems`. `machines.grade` begins and grades all steps that are not
+    graded yet: without the solution these are all steps of the task.
     """
     harbor, name = harbor_task(task), f"{task.task_id}-{'oracle' if solved else 'untouched'}"
     assert harbor is not None
     rollout = Rollout(task=task, rollout_id=name)
     try:
         machine = await machines.start(name, task)
-        parts = harbor.steps or (harbor,)
+        parts = harbor.steps or (harbor,)  # a task without steps has one solution, its own
         for part in parts if solved else ():
             if problem := await machines.solve(part, machine):
                 problems.append(problem)

@@ -28,7 +28,10 @@ QUESTION: Message = {"role": "user", "content": "?"}
 
 
 class Kind(StrEnum):
-    """Kinds of turns that the stub writes."""
+    """Kinds of turns that the stub writes.
+
+    `endless` is an answer cut at the limit of tokens; `stop` calls a tool that ends the rollout.
+    """
 
     call = "valid call"
     two_calls = "two valid calls"
@@ -53,6 +56,10 @@ LATER = {Kind.call: 4, Kind.two_calls: 1, Kind.wrong_arguments: 1, Kind.stop: 6}
 class Stub:
     """Stand-in for a model in a rehearsal: it writes calls and answers, some of them wrong.
 
+    The kinds of the rollouts' first turns go through FIRST; those of later turns are drawn from
+    LATER by weight. A kind that the row's tools do not allow is replaced by the nearest one
+    (`_possible_kind`): a call without tools is an answer.
+
     `ScriptedEngine` calls ``stub(token_ids, session, turn)`` for the ids of each turn. The same
     run, row, sample and turn give the same ids.
     """
@@ -63,7 +70,9 @@ class Stub:
     written: Counter[Kind] = field(default_factory=Counter)
     """Number of turns of each kind."""
     _after: dict[str, str] = field(default_factory=dict)
-    """Session -> role of the message that its next turn answers, if not a user's."""
+    """Session -> role of the message that its next turn answers: "tool" after calls, "user" after
+    an answer. A session that is missing begins: a user's. A template may begin a turn in another
+    way after a tool's message."""
 
     def __call__(self, token_ids: Sequence[int], session: str, turn: int) -> list[int]:
         """Return the ids of turn `turn` of `session`; the prompt's `token_ids` are not read."""
@@ -71,7 +80,8 @@ class Stub:
         task, chat = self.tasks[int(place)], self.components.chat
         schemas = self.components.schemas(task)
         rng = random.Random(f"{self.components.config.seed}-{session}-{turn}")
-        # Samples of one task differ in their kind, and so do the first samples of the tasks.
+        # Offset into FIRST and the tools. The samples of one task get different kinds, and so do
+        # the first samples of different tasks: task 0 has 0, 1, 2, …, task 1 has 1, 2, 3, ….
         rotation = int(place) + int(sample)
         stops = self.components.stop_tools(task)
         tools = [schema["function"] for schema in schemas]
@@ -93,7 +103,7 @@ class Stub:
             self._after[session] = "user"
             return self._answer_ids(kind, task, schemas, after, rng)
         self._after[session] = "tool"
-        # One tool after the other, so that each is called.
+        # Each turn and each sample takes the next tool in the list, so that each is called.
         candidates = stop_tools if kind is Kind.stop else callable_tools
         called = [candidates[(rotation + turn) % len(candidates)]]
         if kind is Kind.two_calls:
@@ -140,12 +150,15 @@ class Stub:
 def _draw_call(kind: Kind, tool: dict, call_id: str, task: Task, rng: random.Random) -> ToolCall:
     """Return a call of a tool with arguments that fit its schema.
 
-    Kinds of wrong calls name a tool that does not exist, or miss an argument or add one.
+    Kinds of wrong calls name a tool that does not exist, or miss an argument or add one. Kind.stop
+    calls a tool that ends the rollout, usually by handing in an answer: ``submit(answer=…)``.
     """
     column_texts, words = task_texts(task)
     arguments = arguments_for(tool, [*column_texts, *words], rng)
     if kind is Kind.stop and rng.random() < 0.5:
-        # The right answer, where argument and column have one name: rewards then differ.
+        # Half of the answers that are handed in are the row's own values, where argument and column
+        # have one name. These are mostly right and the drawn ones wrong, so that rewards differ:
+        # if all rollouts got the same, the rehearsal would warn that nothing can be learnt.
         columns = task.columns
         arguments |= {key: columns[key] for key in arguments if key in columns}
     name = NO_TOOL if kind is Kind.unknown_tool else tool["name"]
@@ -163,12 +176,14 @@ def _possible_kind(kind: Kind, *, has_tools: bool, has_stop_tools: bool, one_cal
     """Return `kind`, or the nearest one that the row's tools and the chat template allow.
 
     `has_tools` counts only tools that do not stop a rollout. `one_call`: the template allows a
-    single call in a turn.
+    single call in a turn. Kind.endless, an answer without an end, is always possible.
     """
     if kind is Kind.two_calls and one_call:
         kind = Kind.call
     if kind is Kind.stop and not has_stop_tools:
         kind = Kind.answer
+    # Without other tools every kind of call becomes the stop tool, the only one to call, or else an
+    # answer. No table has Kind.answer: above, it means that there is no stop tool.
     if not has_tools and kind not in (Kind.stop, Kind.endless):
         kind = Kind.stop if has_stop_tools else Kind.answer
     return kind
@@ -199,7 +214,10 @@ def turn_ids(chat: Chat, turn: AssistantTurn, schemas: Sequence[dict], after: st
 
 
 def task_texts(task: Task) -> tuple[list[str], list[str]]:
-    """Return the short values of a row's columns, and the last words of its messages."""
+    """Return the short values of a row's columns, and the last words of its messages.
+
+    Without any words these are ["word"], so that there is always a text to draw.
+    """
     columns = [str(value) for value in task.columns.values() if isinstance(value, str | int)]
     content = " ".join(str(message.get("content") or "") for message in task.messages)
     words = [word.strip(".,:;?!\"'()") for word in content.split()[-WORDS:]]

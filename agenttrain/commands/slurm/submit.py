@@ -156,7 +156,13 @@ def _print_script(text: str) -> None:
 
 
 def _split_slurm(verb: str, args: Namespace, overrides: Sequence[str]) -> tuple[Command, list[str]]:
-    """Return the command of the run, and the overrides of the job's section. Raises ConfigError."""
+    """Return the command of the run, and the overrides of the job's section `slurm`.
+
+    Example: ``["steps=5", "slurm.gpus=4"]`` -> a command with ``["steps=5"]``, and
+    ``["slurm.gpus=4"]``. The number of nodes may move from one to the other (`_with_allocation`).
+    Raises ConfigError for what the job adds itself: ``resume=auto`` (`command.auto`), and how many
+    nodes train and where they meet (NODES).
+    """
     slurm = [text for text in overrides if key_of(text).partition(".")[0] == "slurm"]
     command = command_of(verb, args, [text for text in overrides if text not in slurm])
     if command.auto:
@@ -192,7 +198,13 @@ def _with_allocation(command: Command, slurm: list[str]) -> tuple[Command, list[
 
 
 def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
-    """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError."""
+    """Compose the job and its script. Needs a `hydra_session`. Raises ConfigError.
+
+    Three sets of overrides are composed: those of the first run with `slurm`, for the job's size
+    (`first`); those with the nodes that the job will set, to check each run as it will start
+    (`runs`); and those without these nodes, for the folder and the arguments in the script, because
+    the script adds the nodes when the job knows them.
+    """
     source = command.source
     if command.saved is not None:
         return _plan_resumed(command, slurm, command.saved.absolute())
@@ -215,6 +227,7 @@ def _plan_job(command: Command, slurm: Sequence[str]) -> PlannedJob:
         processes = [f"distributed.processes={gpus}"]
     command = replace(command, overrides=[*command.overrides, *processes])
     # The job adds its nodes itself: here they are only checked with the other settings.
+    # The job's nodes without those of the servers are left to the training.
     nodes = first.slurm.nodes - first.servers.nodes
     rendezvous = [f"distributed.nodes={nodes}", f"distributed.rendezvous={ANY_ENDPOINT}"]
     set_by_job = rendezvous if nodes > 1 else []

@@ -122,7 +122,12 @@ def _resume_held(
     command: Command,
     compose: Callable[[Sequence[str], Command], Composed],
 ) -> int:
-    """Run the unfinished jobs of the sweep, which this process holds (`hold_sweep`)."""
+    """Run the unfinished jobs of the sweep, which this process holds (`hold_sweep`).
+
+    The overrides of the command are of two kinds: settings of the sweep itself (CHANGEABLE, such as
+    sweep.parallel), and settings of every job that a resumed run may change (RESUMABLE, such as
+    steps). Checks them and the jobs before the first one starts.
+    """
     _check_code_trusted(folder, record, trust=command.trust)
     sweep_changes = [text for text in command.overrides if key_of(text) in CHANGEABLE]
     changes = [text for text in command.overrides if text not in sweep_changes]
@@ -132,7 +137,8 @@ def _resume_held(
                 f"{text}: cannot be combined with resume={folder}; what may change is: "
                 f"{', '.join([*RESUMABLE, *CHANGEABLE])}"
             )
-    # An older version may have recorded them: they get today's keys.
+    # The overrides that all jobs share. An older version may have recorded them under other keys:
+    # they get today's.
     shared = overrides_in_this_layout(_without_hydras_keys(record.shared))
     raw = compose_raw([*shared, *sweep_changes], command.source)
     section = cast(dict[str, Any], OmegaConf.to_container(raw.sweep, enum_to_str=True))
@@ -182,7 +188,9 @@ def _compose_unfinished(
 ) -> list[RunConfig]:
     """Return the checked settings of unfinished jobs, with the `changes` of the resuming command.
 
-    Trials to come are not chosen yet: one possible trial is checked in their place.
+    Trials to come are not chosen yet: one possible trial is checked in their place, with the first
+    value of each axis (a corner of the search space) and the first of the seeds with which each
+    trial is repeated.
     """
     configs = []
     for job in jobs:

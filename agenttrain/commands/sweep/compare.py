@@ -75,7 +75,10 @@ def _check_plot(path: Path) -> None:
 
 
 def _print_unfinished(comparison: Comparison, record: SweepRecord) -> None:
-    """Print the jobs that are not finished and, for each that waits, the command that runs it."""
+    """Print the jobs that are not finished, each with the command that starts or resumes it.
+
+    A job that runs needs none.
+    """
     for job in comparison.jobs:
         if job.status == FINISHED:
             continue
@@ -84,7 +87,9 @@ def _print_unfinished(comparison: Comparison, record: SweepRecord) -> None:
         if job.status == RUNNING:
             continue
         arguments = record.arguments(comparison.sweep, job.job)
+        # A run that has begun is resumed. An evaluation cannot be: it starts again.
         if (job.folder / "config.yaml").exists() and record.verb != "eval":
+            # `agenttrain resume=…` without a verb trains.
             verb = [] if record.verb == "train" else [record.verb]
             arguments = [*verb, *record.options, f"resume={job.folder}"]
         print(f"    {shell_command(arguments)}")

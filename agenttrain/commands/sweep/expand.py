@@ -51,6 +51,11 @@ class Expansion:
 def expand(overrides: Sequence[str], source: Source) -> Expansion:
     """Return the runs of a sweep with these overrides.
 
+    There are three ways to choose the runs: every combination of the values; with sweep.trials a
+    random choice of combinations; with sweep.sampler=tpe a search, whose later trials depend on the
+    results of earlier ones. `sweep.runs` lists configurations one by one, ``["a=1 b=2", "a=3"]``,
+    and each of these is combined with each of the chosen runs.
+
     Example: ``["seed=1,2", "steps=5"]`` -> ``Expansion(runs=[["seed=1", "steps=5"], ["seed=2",
     "steps=5"]], search=None, fixed=["steps=5"], raw=…)``. Raises ConfigError. Needs a
     `hydra_session`.
@@ -89,6 +94,7 @@ def expand(overrides: Sequence[str], source: Source) -> Expansion:
             combinations = [
                 [*trial_overrides(axes, values), *repeat] for values in trials for repeat in repeats
             ]
+        # sweep.runs: ["a=1 b=2", "a=3"] -> [["a=1", "b=2"], ["a=3"]].
         listed_runs = list(map(_split_run, raw.sweep.runs))
     if not listed_runs:
         return Expansion(runs=combinations, search=None, fixed=fixed, raw=raw)
@@ -220,6 +226,9 @@ def _expand_search(overrides: Sequence[Override], fixed: list[str], raw: DictCon
 
 def _split_trial_axes(overrides: Sequence[Override]) -> tuple[dict[str, Override], list[list[str]]]:
     """Return the axes that a search varies, and the other overrides of each job of a trial.
+
+    The seed (REPEATED) is never an axis: a trial has one job for each seed, and its result is the
+    mean of theirs.
 
     Example: ``optimizer.lr=1e-4,1e-3 seed=0,1 steps=6`` -> one axis, ``[["seed=0", "steps=6"],
     ["seed=1", "steps=6"]]``.

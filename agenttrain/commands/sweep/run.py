@@ -113,7 +113,9 @@ def divide_machine(
 def run(sweep: Sweep) -> int:
     """Run every unfinished job, and the trials of a search; return the exit code.
 
-    Needs a `hydra_session`, and the main thread.
+    After a signal it is the code of the first job that did not end well, and INTERRUPTED if all
+    did. Otherwise `print_outcome` returns FAILED if a job is not finished. Needs a `hydra_session`,
+    and the main thread.
     """
     folder = sweep.folder.resolve()
     stop_on_failure = sweep.settings.on_failed_job is OnFailedJob.stop
@@ -132,7 +134,7 @@ def run(sweep: Sweep) -> int:
                     break
                 job = waiting.popleft()
                 process = _start(sweep, folder, job, sweep.shares[slots[0]], signals)
-                if process is not None:
+                if process is not None:  # None: another process runs it or has finished it
                     running[slots.pop(0)] = job, process
             if not running:
                 break
@@ -244,9 +246,11 @@ def record_end(folder: Path, ended: JobEnd, *, signalled: bool) -> None:
     """Record in its summary how a job ended, unless its own process has recorded it.
 
     `signalled`: a signal stopped the sweep, and the job with it. A job that wrote `finished` has
-    failed nevertheless if its exit code is not 0.
+    failed nevertheless if its exit code is not 0. A folder in which a process still works
+    (`is_held`) is left alone: that process writes the summary.
     """
     status = read_summary(folder).get("status")
+    # `finished` is no record of this end: the exit code decides.
     is_recorded = status in ENDED and status != FINISHED
     if ended.code == 0 or is_held(folder) or is_recorded:
         return

@@ -123,8 +123,8 @@ def _new_values(
 ) -> Iterator[tuple[str, ...]]:
     """Yield values of new trials, one text for each axis: ``("1e-4", "16")``.
 
-    None repeats those of `trials`, the past ones, from which the sampler `tpe` learns. Ends after
-    ATTEMPTS draws in a row of values that have been there.
+    No trial repeats the values of another, or of the past `trials`, from which the sampler `tpe`
+    learns. Ends after ATTEMPTS draws in a row of values that have been there.
     """
     import optuna
 
@@ -133,7 +133,8 @@ def _new_values(
     if sampler is Sampler.tpe:
         with warnings.catch_warnings():  # Optuna 4 warns of the argument, the default in Optuna 5
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            # A running trial counts as a bad one, or parallel trials would be its neighbours.
+            # constant_liar: a running trial counts as a bad one, or parallel trials would be its
+            # neighbours.
             chooser = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
     study = optuna.create_study(sampler=chooser, direction=direction.value)
     distributions = {key: _distribution(axis) for key, axis in axes.items()}
@@ -141,6 +142,8 @@ def _new_values(
         study.add_trial(_to_optuna_trial(trial, distributions))
     seen, vain_draws = {trial.values for trial in trials}, 0
     while vain_draws < ATTEMPTS:
+        # No result is told to the study: each draw stays in it as a running trial. With
+        # constant_liar a vain draw thus leads the next one away from the same values.
         params = study.ask(distributions).params
         values = tuple(_write_value(params[key], distributions[key]) for key in axes)
         vain_draws += 1

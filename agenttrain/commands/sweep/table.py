@@ -125,11 +125,14 @@ def _metrics(
 ) -> list[str]:
     """Return the names of the table's columns: `named`, or else the objective and DEFAULT's.
 
-    `figures` has the results of each job, `named` the names that the user typed.
+    `figures` has the results of each job, `named` the names that the user typed. Raises ConfigError
+    for a name that no finished job has.
     """
     available = dict.fromkeys(name for values in figures for name in values)
     for name in named:
         if available and name not in available:  # `available` is empty until a job has finished
+            # The names of a run's main figures. Those with a slash ("sampling/logprob_gap_max") are
+            # too many to list.
             plain = [key for key in available if "/" not in key or key.startswith("eval/")]
             raise ConfigError(
                 f"{name}: no finished job has such a figure{did_you_mean(name, available)}; there "
