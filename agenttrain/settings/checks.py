@@ -548,8 +548,8 @@ def check_submission(config: RunConfig) -> None:
 
 
 def _untrained_model(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check that an agent that acts does not have random weights."""
-    if config.model.init is Init.random:
+    """Check that an agent that acts does not begin with random weights, as a new run would."""
+    if config.model.init is Init.random and config.resume is None:
         yield (
             "model.init=random: such a model cannot act yet; train it with agenttrain sft, and "
             "name what comes out: model.path=<run>/checkpoints/latest model.init=pretrained"

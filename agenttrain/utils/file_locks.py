@@ -1,4 +1,4 @@
-"""Locks of files. The module needs the standard library alone, as sandboxes do."""
+"""Locks of files. An import needs the standard library alone, as sandboxes do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def file_lock(path: Path, *, blocking: bool = True) -> Iterator[None]:
     Without `blocking`, raises filelock's Timeout if another process holds it. On a file system
     without locks nothing is locked.
     """
-    from filelock import FileLock  # the import takes a fifth of a second
+    from filelock import FileLock  # sandboxes lack it, and it takes a fifth of a second
 
     lock = FileLock(path, blocking=blocking)
     try:

@@ -247,9 +247,8 @@ class SchemaResolver:
         schema = self.root if schema is None else schema
         if not isinstance(schema, Mapping):
             return schema
-        inlined = map_subschemas(schema, lambda part: self.inlined(part, within))
-        for key in ("$defs", "definitions"):
-            inlined.pop(key, None)
+        used = {key: part for key, part in schema.items() if key not in ("$defs", "definitions")}
+        inlined = map_subschemas(used, lambda part: self.inlined(part, within))
         reference = inlined.pop("$ref", None)
         if reference is None:
             return inlined

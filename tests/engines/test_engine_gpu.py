@@ -260,7 +260,7 @@ def test_a_run_draws_the_same_numbers_with_vllm_as_without(
     loading.seed_random(11)
     engine = loading.make_engine(config, policy, tmp_path, verb="train")
     assert draws() == expected
-    started = f"engine: compiling, and capturing CUDA graphs: minutes .*log: {tmp_path}/vllm.log"
+    started = f"engine: compiling, and capturing CUDA graphs: a minute .*log: {tmp_path}/vllm.log"
     assert re.search(started, capsys.readouterr().out)
     assert threading.current_thread().name == "MainThread"
     asyncio.run(engine.aclose())

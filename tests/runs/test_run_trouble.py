@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import signal
 import sqlite3
@@ -152,15 +153,17 @@ def test_a_folder_that_cannot_be_made_is_told_in_a_line(tmp_path, capsys):
 
 
 def test_a_disk_that_is_full_is_told_in_a_line(tmp_path, monkeypatch, capsys):
-    write = Path.write_bytes
+    open_file = os.open
 
-    def full(path: Path, content: bytes) -> int:
-        if "config.yaml" in path.name:
-            write(path, content[:10])
+    def full(path, *args, **kwargs):
+        descriptor = open_file(path, *args, **kwargs)
+        if "config.yaml" in str(path):
+            os.write(descriptor, b"seed")
+            os.close(descriptor)
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(path, content)
+        return descriptor
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "open", full)
     assert start(tmp_path / "run") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"No space left on device (run folder {tmp_path / 'run'})")

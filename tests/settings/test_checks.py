@@ -47,6 +47,9 @@ class Recorded:
         self.config, self.read = config, set[str]()
 
     def __getattr__(self, name: str) -> Any:
+        derived = getattr(RunConfig, name, None)
+        if isinstance(derived, property):  # reads sections itself
+            return derived.fget(self)  # type: ignore[misc]
         self.read.add(name)
         return getattr(self.config, name)
 

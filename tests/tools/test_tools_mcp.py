@@ -392,6 +392,19 @@ def test_references_are_put_in_place() -> None:
     assert inline_references(nowhere) == nowhere
 
 
+def test_what_keeps_references_from_being_put_in_place() -> None:
+    tree = {"items": {"$ref": "#/$defs/Tree"}}
+    unused = {
+        "properties": {"home": {"$ref": "#/$defs/Id"}},
+        "$defs": {"Id": {"type": "integer"}, "Tree": tree},
+    }
+    assert inline_references(unused) == {"properties": {"home": {"type": "integer"}}}
+    deep: dict = {}
+    for _ in range(3000):
+        deep = {"properties": {"x": deep}}
+    assert inline_references(deep) is not deep and set(inline_references(deep)) == {"properties"}
+
+
 def test_references_to_schemas_that_allow_everything_or_nothing_are_put_in_place() -> None:
     schema = {
         "properties": {

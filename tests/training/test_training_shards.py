@@ -241,13 +241,13 @@ def test_rows_are_read_in_the_format_that_is_wanted(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "t")
     stored = read_header(tmp_path / "t")
     into = torch.empty(2, 3)
-    read_rows(stored["a"], 1, 3, into)
+    read_rows(stored["a"], 1, into)
     assert into.tolist() == [[3, 4, 5], [6, 7, 8]]
     wider = torch.empty(1, 2)
-    read_rows(stored["b"], 2, 3, wider)
+    read_rows(stored["b"], 2, wider)
     assert wider.tolist() == [[4, 5]]
     number = torch.empty(())
-    read_rows(stored["number"], 0, 1, number)
+    read_rows(stored["number"], 0, number)
     assert number == 7
 
 

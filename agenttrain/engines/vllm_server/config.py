@@ -70,6 +70,8 @@ class VllmServerSettings(OneServer, EngineSettings):
 class RoleConfig(OneServer, StartedServers):
     """vLLM servers of a frozen model, which the run starts and ends."""
 
+    memory_share: Number | None = Field(default=OWN_GPU_SHARE, gt=0, lt=1)
+    """Share of a GPU's memory that a server takes; null: 0.9."""
     model: Data[str | None] = None
     """Folder of the model, `bundled:<name>` or `org/name`; null: the role has no servers."""
     revision: Quoted = None

@@ -216,5 +216,6 @@ def inline_references(schema: Mapping[str, Any]) -> dict[str, Any]:
     resolver = SchemaResolver(schema)
     try:
         return dict(schema) if resolver.problem() else resolver.inlined()
-    except ValueError:  # it contains itself
+    # It contains itself, or is nested too deeply, which the check of arguments reports.
+    except (ValueError, RecursionError):
         return dict(schema)
