@@ -57,8 +57,10 @@ class UnsupportedAttention(AgenttrainError):
 class WindowMask:
     """Mask of the layers with a sliding window. Other layers get None.
 
-    As in transformers' own attention the mask counts, not the keyword `sliding_window`: some models
-    (PhiMoE, Qwen2-MoE) make a windowed mask and never pass the keyword.
+    A layer gets it as `attention_mask`, and `packed_attention` takes the window from it, as
+    transformers' own attention takes windows from masks. The keyword `sliding_window` is only
+    compared with it: some models (PhiMoE, Qwen2-MoE) make a windowed mask and never pass the
+    keyword.
     """
 
     window: int
@@ -90,6 +92,9 @@ def packed_attention(
     States are [1, heads, T, head size], of T packed tokens in the layout `blocks`.
     `sliding_window` includes the token itself. `s_aux` [heads] are the scores of the sinks. Raises
     UnsupportedAttention for other masks, caches, dropout and unknown keywords.
+
+    It is computed in one of three ways: by several processes together (`blocks.split`), by one call
+    of torch's varlen kernel, or by one call for each block of similar segments.
     """
     # A mask or window that packing cannot honour is put among the unknown keywords, so that
     # `_check_supported` names it in its error.
@@ -115,38 +120,44 @@ def packed_attention(
             count_call(Kernel.varlen)
             output = attend_varlen(query_T, key_T, value_T, blocks.varlen, scoring, kernel)
             return output[None], None
-    # Otherwise block by block. Split once: the gradient of a slice is as large as its tensor.
+    # Otherwise block by block. `split` once instead of a slice for each block: autograd would make
+    # a gradient of all T tokens for every slice.
     sizes = [block.tokens for block in blocks.blocks]
     queries, keys, values = (tensor.split(sizes) for tensor in states)
     outputs = []
     for block, query_block, key_block, value_block in zip(
         blocks.blocks, queries, keys, values, strict=True
     ):
-        output = attend(
+        output = attend(  # states as [segments, heads, length, d]; keys with the shared prefix
             _lay_out(block, query_block),
             _lay_out(block, key_block, keys),
             _lay_out(block, value_block, values),
             scoring,
         )
         output = output.transpose(1, 2).flatten(0, 1)  # [segments x length, heads, d]
-        if block.padding.numel():  # keep the tokens only: (sources, places, unselected)
+        if block.padding.numel():
+            # Take the tokens out of the padded rows: `scatter` has the row of each. For the way
+            # back, `gather` has the token of each row, and rows that are padding get no gradient.
             output = Select.apply(output, block.scatter, block.gather, block.padding)
         outputs.append(output)
     return torch.cat(outputs)[None], None
 
 
 def _lay_out(block: Block, tokens: Tensor, blocks: Sequence[Tensor] = ()) -> Tensor:
-    """Lay out a block's tokens [tokens, heads, d] as [segments, heads, length, d].
+    """Lay out a block's tokens [tokens, heads, d] as padded rows [segments, heads, length, d].
 
-    Given the tokens of all `blocks`, put the shared prefix before each segment.
+    `blocks` has the tokens of every block, [tokens, heads, d] each. It is given for keys and
+    values: the shared prefix, which lies in earlier blocks, is put before each row. Queries need no
+    prefix.
     """
     if block.padding.numel():
-        # Each padded position selects a token, and `scatter` is the one whose gradient counts.
+        # `gather` has the token of each position, and repeats one for padding. `scatter` has each
+        # token's own position, whose gradient it gets: that of padding is 0.
         tokens = Select.apply(tokens, block.gather, block.scatter, None)
     padded = tokens.unflatten(0, (block.segments, block.length)).transpose(1, 2)
     if not blocks or not block.prefix:
         return padded
-    prefix = [
+    prefix = [  # `part`: tokens `start` to `end` - 1 of an earlier block
         blocks[part.block][part.start : part.end].transpose(0, 1).expand(block.segments, -1, -1, -1)
         for part in block.prefix
     ]
@@ -429,7 +440,10 @@ class PackedTree:
     """Layout of packed segments, passed to every layer of a forward pass as keyword `blocks`.
 
     Each kernel's form of it is made when a layer first asks for it. A forward pass takes
-    `keywords`, and its layers then read `split`, `varlen` or `blocks`.
+    `keywords`. They give `packed_attention` this object, as its keyword `blocks`, of which it reads
+    the first that it can use: `split`, then `varlen` (with `use_varlen`), then the attribute
+    `blocks`. Recurrent layers get a layout by keywords of their own: `recurrent`, or with `split` a
+    `HandedTree`.
     """
 
     def __init__(
@@ -451,7 +465,7 @@ class PackedTree:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Blocks for `attend`, one call each."""
+        """Segments of similar length as padded rows, for one call of `attend` each."""
         return make_blocks(self.segments, self.device)
 
     @cached_property

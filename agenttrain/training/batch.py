@@ -324,12 +324,13 @@ def pack(
 
     Common prefixes of at least `least` tokens are shared and count once. With `least` None no
     prefix is shared. A sequence over the budget gets a microbatch of its own. Sequences of similar
-    length are packed together, which makes attention cheaper. Sequences of equal length keep their
-    order. The microbatch with the most tokens comes first, so that a run that will run out of
-    memory does so at once.
+    length are packed together, which makes attention cheaper: `grow` sorts them, and keeps the
+    order of those of equal length. The microbatch with the most tokens comes first, so that a run
+    that will run out of memory does so at once.
     """
+    # Prefix trees of the sequences, those with the longest sequence first.
     trees = grow([sequence.shared_ids_T for sequence in sequences], least)
-    # Neighbouring trees, or parts of a large one, that fit into the budget together.
+    # Each run has neighbouring trees, or a part of a large one, that fit into the budget together.
     runs = cut(trees, token_budget) if trees else []
     microbatches = [_pack_trees(sequences, run, device) for run in runs]
     return sorted(microbatches, key=lambda microbatch: -microbatch.token_ids_T.numel())
@@ -341,7 +342,13 @@ def _pack_trees(
     """Pack the sequences of some prefix trees. A tree's indices are those of `candidates`.
 
     Each branch, tokens that several sequences may share, becomes a segment, level by level from the
-    roots. So a prefix comes before all segments that attend to it.
+    roots. So a prefix comes before all segments that attend to it. The sequences of the microbatch
+    are in the order of their last segments.
+
+    Example: a tree whose root A has the children B of 2 tokens and C of 3, where C has a child D.
+    The levels are A, then B and C, then D. Siblings are packed the longest first: A | C | B | D.
+
+    Letters as in `Microbatch`: T packed tokens, S sampled ones, B sequences.
     """
     segments: list[Segment] = []
     pieces: list[Tensor] = []
@@ -364,14 +371,18 @@ def _pack_trees(
                 pieces.append(candidates[branch.first].token_ids_T[branch.start : branch.end])
                 sources.append((candidates[branch.first], branch))
                 leaves += [(candidates[ending], segment_of[index]) for ending in branch.ending]
+            # In the order of the tree: the next round sorts the children of each parent.
             next_level += [(segment_of[i], branch.children) for i, branch in enumerate(siblings)]
         level = [(parent, siblings) for parent, siblings in next_level if siblings]
 
     sequences = tuple(sequence for sequence, _ in leaves)
+    # `targets_S` are positions in the sequence: look up where these tokens are packed.
     targets = [packed_positions(segment)[sequence.targets_S] for sequence, segment in leaves]
     labels = [sequence.token_ids_T[sequence.targets_S + 1] for sequence in sequences]
     counts_B = torch.tensor([sequence.sampled_length for sequence in sequences])
     sequence_S = torch.repeat_interleave(torch.arange(len(sequences)), counts_B)
+    # Without a reference no sequence has these. In context parallel those of other processes lack
+    # them, and `_own_share` reads what is left as this process's alone.
     refs = [s.ref_logprobs_S for s in sequences if s.ref_logprobs_S is not None]
     return Microbatch(
         sequences=sequences,

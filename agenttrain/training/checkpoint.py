@@ -82,6 +82,11 @@ class Checkpoints:
     A run calls `load_latest` when it is resumed. Then `save`, or `begin` and later `finish`, for
     each checkpoint, and `mark_best` after evaluations.
 
+    A checkpoint has three phases. `_begin` makes an unfinished folder with the small files. A
+    `Writing` writes the large ones, of each process its own: in `begin` by a thread, from a copy,
+    while training goes on; in `save` at once. `finish` then seals the folder, puts it in place, and
+    removes checkpoints that are not to be kept.
+
     Where files are read or written the processes wait for each other with `patient`: without a time
     limit, as long as none of them has died.
     """
@@ -121,9 +126,11 @@ class Checkpoints:
         are as they were. Raises OSError or CheckpointError if it cannot be written.
         """
         writing = self._begin(policy, step, state, rng, copies=False)
-        writing.start()  # the disk has work while the weights are gathered
-        self._take_weights(writing, policy, copies=False)
-        writing.write()  # the weights, in this thread
+        # Gathering the weights takes long. Meanwhile a thread writes all other large files: the
+        # optimizer's state and the random states.
+        writing.start()
+        self._take_weights(writing, policy, copies=False)  # waits for the thread at the end
+        writing.write()  # the files that were added since: the weights, in this thread
         path = self.finish(policy.world)
         assert path is not None  # it was begun above
         return path
@@ -142,6 +149,7 @@ class Checkpoints:
         `save`: JSON and random states that `load` returns and restores.
         """
         writing = self._begin(policy, step, state, rng, copies=True)
+        # Copies must be complete before training goes on: the thread starts last, and writes all.
         self._take_weights(writing, policy, copies=True)
         writing.start()
 
@@ -235,6 +243,9 @@ class Checkpoints:
 
         Its snapshot lacks the weights, which `_take_weights` adds. With `copies` the snapshot
         shares no memory with the policy, which may then be trained while it is written.
+
+        The main process makes the folder. The others wait for it without a time limit (`patient`),
+        and raise PeerFailed if it fails.
         """
         world, model = policy.world, policy.model
         self.finish(world)  # one checkpoint is written at a time
@@ -250,7 +261,8 @@ class Checkpoints:
                         if is_adapted(model):
                             save_adapter_config(model, part)
                         else:
-                            # The configs alone: the snapshot writes the weights.
+                            # The configs alone: the snapshot writes the weights. Given no weights
+                            # transformers still writes a model.safetensors, which is removed.
                             model.save_pretrained(part, state_dict={})
                             (part / "model.safetensors").unlink(missing_ok=True)
                         self.tokenizer.save_pretrained(part)
@@ -258,7 +270,7 @@ class Checkpoints:
                             copy_processors(Path(model.name_or_path), part)
                         if policy.vision is not None:
                             (part / PROCESSOR_FILE).write_bytes(policy.vision.settings)
-        except UNWRITABLE:
+        except UNWRITABLE:  # in the main process alone: the others get PeerFailed
             shutil.rmtree(part, ignore_errors=True)
             raise
         snapshot = take_snapshot(policy, rng, copies=copies)

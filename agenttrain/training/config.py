@@ -460,12 +460,12 @@ class WeightSyncConfig:
     tolerance: Number | None = Field(default=None, gt=0)
     """Limit, in nats, of the gap between the log-probabilities of engine and policy after a sync,
     over a text that the engine sampled, for an engine with weights of its own. The mean gap or its
-    90 % quantile has to be within it; in float32 on a CPU the largest gap. None: 0.1; there 1e-3.
-    """
+    90 % quantile has to be within it. In float32 on a CPU the largest gap has to be. None: 1e-3 in
+    float32 on a CPU, else 0.1."""
     folder: str | None = None
-    """Folder of the files by which weights reach servers, two versions of all weights; None: one in
-    memory (/dev/shm) if they fit there, else in the run folder; for servers.admin_urls the latter.
-    """
+    """Folder of the files by which weights reach servers, two versions of all weights. None: one in
+    memory (/dev/shm) if they fit there, else in the run folder; always in the run folder with
+    servers.admin_urls."""
 
 
 @dataclass(config=SETTINGS)

@@ -39,14 +39,15 @@ class ContextGroup:
         self._group: Any = None
         """torch's group of the members. None: this process is alone."""
         timeout = timedelta(seconds=world.timeout_s)
+        # A process alone needs no group of torch's: with `size` 1 the loop has no round.
         for first in range(0, world.size if size > 1 else 0, size):
             # Every process of torch's default group has to make every group.
             group = dist.new_group(list(range(first, first + size)), timeout=timeout)
             if first == self._first:
                 self._group = group
         if size > 1:
-            # NCCL's first operation in a group needs all members. `exchanging` may begin with one
-            # between two of them, so a sum over all comes before it, here.
+            # NCCL needs all members for a group's first operation, but `exchanging` may have only
+            # two of them send and receive. So make the first one here: an all-reduce of all.
             device = "cpu" if dist.get_backend(self._group) == "gloo" else "cuda"
             self.add(torch.zeros(1, device=device))
 

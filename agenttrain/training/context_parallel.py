@@ -35,14 +35,23 @@ from agenttrain.training.selection import make_repeats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """The part of a sequence that the other members of a group need for its forward pass."""
+    """The part of a sequence that the other members of a group need for its forward pass.
+
+    The members of a group are the processes that compute microbatches together (context parallel).
+    Each packs all sequences of the group, but has the loss of its own ones only.
+    """
 
     token_ids_T: Tensor
     targets_S: Tensor
     routes: SequenceRoutes | None
 
     def as_sequence(self) -> TrainingSequence:
-        """Return a sequence with these tokens and without a loss."""
+        """Return a sequence with these tokens, whose loss another member computes.
+
+        It is packed like this process's own, and `_own_share` then drops what belongs to its loss.
+        So the fields for the loss only have to be there: `stand_in()` gives the rollout, and
+        `behaviour_S`, the engine's logprobs, are S zeros, one for each target.
+        """
         return replace(
             stand_in(),
             token_ids_T=self.token_ids_T,
@@ -97,8 +106,16 @@ def pack_together(
 def _own_share(microbatch: Microbatch, own_ids: set[int], group: ContextGroup) -> Microbatch:
     """Return this process's part of a microbatch of its group.
 
-    The part has the loss of this process's sequences, whose Python ids are `own_ids`. It has the
-    tokens and routes that this process computes, which may be those of other members' sequences.
+    The part joins two selections of the group's microbatch:
+
+    - the forward pass: the t tokens that this process computes, of any member's sequences, and
+      their routes. Of them s are followed by a sampled token, whose logprob it computes.
+    - the loss: the sampled tokens of this process's sequences, whose Python ids are `own_ids`.
+      Other members compute some of their logprobs, which `ContextShare` brings here.
+
+    Suffixes say what a tensor has an entry for: T packed tokens of the group, S sampled tokens of
+    the group, B its sequences; t and s those that this process computes. The `own_…` are those of
+    its sequences. In the result S and B stand for its sequences alone.
     """
     device = microbatch.token_ids_T.device
     microbatch = _fill(microbatch, group.size)
@@ -108,7 +125,7 @@ def _own_share(microbatch: Microbatch, own_ids: set[int], group: ContextGroup) -
     index_T = torch.full((len(microbatch.token_ids_T),), -1)
     index_T[positions_t] = torch.arange(len(positions_t))
     packed_targets_S = microbatch.targets_S.cpu()
-    targets_S = index_T[packed_targets_S]
+    targets_S = index_T[packed_targets_S]  # index among the t tokens, or -1
     # Indices among the group's sampled tokens: of those that this process computes (`places_s`),
     # and of those of its sequences (`own_places`).
     places_s = (targets_S >= 0).nonzero()[:, 0]
@@ -129,6 +146,7 @@ def _own_share(microbatch: Microbatch, own_ids: set[int], group: ContextGroup) -
     ref_logprobs_S = microbatch.ref_logprobs_S  # only this process's own sequences have any
     weights_B = microbatch.weights_B[is_own_B.to(device)]
     if not sequences:
+        # All in this microbatch are of other members. A loss needs a sequence: one without a token.
         sequences, weights_B = (stand_in(),), microbatch.weights_B.new_zeros(1)
         ref_logprobs_S = microbatch.behaviour_S.new_zeros(0)
     # Index of each sequence of this process among `sequences`; the others' values are not used.

@@ -55,9 +55,9 @@ class ContextShare:
 class _ToOwners(torch.autograd.Function):
     """Send values of tokens from the processes that computed them to those with the rollouts.
 
-    `values_2s` are the logprobs and entropies of the tokens that this process computed. Among the
-    `sampled` tokens of the group, `places_s` are the indices of these tokens, and `own_places`
-    those of the tokens of this process's rollouts.
+    `values_2s` are the logprobs and entropies of the s sampled tokens that this process computed.
+    Among the S sampled tokens of the group (`sampled`), `places_s` are the indices of these tokens,
+    and `own_places` those of the tokens of this process's rollouts.
     """
 
     @staticmethod
@@ -79,7 +79,13 @@ class _ToOwners(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of `values_2s`, from the processes with the tokens' rollouts."""
+        """Return the gradient of `values_2s`, [2, s], from the processes with the tokens' rollouts.
+
+        The way back of `forward`. `gradients` are those of its two results, the logprobs and
+        entropies of this process's rollouts, which any member may have computed. They go to the
+        members that did, and this process gets those of the s tokens that it computed
+        (`places_s`). S: all sampled tokens of the group. 2: logprobs and entropies.
+        """
         share: ContextShare = ctx.share
         gradient_2S = gradients[0].new_zeros(2, share.sampled)
         # A token's gradient comes from the process with its rollout alone.

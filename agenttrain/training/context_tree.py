@@ -113,9 +113,15 @@ class ContextTree:
         return min(chunk, 2 * self.processes - 1 - chunk)
 
     def _cut(self, segments: Sequence[Segment]) -> tuple[TreePiece, ...]:
-        """Cut segments at the ends of chunks; the pieces of a segment are a chain of parents."""
+        """Cut segments at the ends of chunks; the pieces of a segment are a chain of parents.
+
+        Chunk c has the packed positions `bounds[c]` to `bounds[c + 1]` - 1, and one process owns
+        it. A piece's `offset` counts the tokens before it that its owner holds, its `position`
+        those before it in its sequences.
+        """
         pieces: list[TreePiece] = []
-        last_pieces: dict[int, TreePiece] = {}  # of each segment, by the segment's start
+        # Last piece of each segment, from which children go on. A segment's start identifies it.
+        last_pieces: dict[int, TreePiece] = {}
         counts = [0] * self.processes  # tokens of each process's pieces so far
         for segment in segments:
             # The piece before the next one: of this segment, or at first of its parent.

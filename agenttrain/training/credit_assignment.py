@@ -134,8 +134,12 @@ def _assign_by_turn(
 ) -> MetricParts:
     """Set an advantage for each turn, from the `rewards` of each rollout's turns.
 
-    Returns the metrics.
+    A rollout without a reward has neither turn rewards nor advantages: both are None. Returns the
+    metrics: the turns' mean reward, the variance of the advantages of each of the first VARIANCES
+    turns, and for gigpo the share of turns that were compared with other rollouts.
     """
+    # All processes' groups if statistics are taken over the batch. Those of this process begin at
+    # `first_group`, which is 0 if it is the only one.
     first_group, all_rewards = gather_if_batchwise(rewards, config, world)
     result = turn_advantages(all_rewards, config)
     own_groups = slice(first_group, first_group + len(groups))  # the groups of this process
@@ -143,7 +147,7 @@ def _assign_by_turn(
     for group, advantages_G in zip(groups, result.advantages[own_groups], strict=True):
         for rollout, advantages_K in zip(group, advantages_G, strict=True):
             set_advantages(rollout, advantages_K)
-            # Turns after the first VARIANCES have no metric.
+            # Turns after the first VARIANCES have no metric, nor have rollouts without a reward.
             for values, advantage in zip(by_turn, advantages_K or (), strict=False):
                 values.append(advantage)
     turn_rewards = [
@@ -151,7 +155,7 @@ def _assign_by_turn(
     ]
     metrics = {"credit/turn_reward": mean_parts(torch.tensor(turn_rewards))}
     if config.credit.name is Credit.gigpo:
-        # True for turns whose state another rollout of the group was in too.
+        # By group, rollout and turn: True if another rollout of the group was in the turn's state.
         compared = [
             flag for group in result.compared[own_groups] for turns in group for flag in turns
         ]

@@ -24,25 +24,31 @@ POSITION = "layer_idx"
 
 @dataclass(slots=True)
 class EqualLayers:
-    """Layers that were skipped, and the bytes that they would have saved."""
+    """Layers that were skipped, and the bytes that they would have saved for the backward pass."""
 
     twins: dict[int, int] = field(default_factory=dict)
-    """Position of a skipped layer -> position of the equal layer that ran."""
+    """Position of a skipped layer -> position of the equal layer that ran, its twin. A caller that
+    records something for each layer copies it from the twin."""
     saved_bytes: Counter[Hashable] = field(default_factory=Counter)
     """By the names that `equal_layers_run_twice` was given."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """State of one kind of equal layers. The first `RUNS` of them run, the others are skipped."""
+    """State of one kind of equal layers. The first `RUNS` of them run, the others are skipped.
+
+    Equal layers save as many bytes for the backward pass. A trace that measures these bytes is
+    faster if it counts a skipped layer as the last of its kind that ran.
+    """
 
     position: int = -1
     """Position of the last one that ran."""
     runs: int = 0
     saved_bytes: Counter[Hashable] = field(default_factory=Counter)
-    """Bytes that the last run saved."""
+    """Bytes that the last run saved, by names that the caller chooses, such as levels."""
     keeps_shape: bool = False
-    """Its output is one tensor, of the shape and format of its input."""
+    """Its output is one tensor, of the shape and format of its input. Only then can a skipped layer
+    return a copy of its input instead."""
 
 
 @contextmanager
@@ -71,19 +77,27 @@ def equal_layers_run_twice(
     def forward_of(layer: nn.Module, position: int) -> Callable[..., Any]:
         """Return a forward pass that runs the layer, or skips it after `RUNS` equal ones.
 
-        Layers of one `_signature` are equal, and share a `_Kind`, which counts those that ran.
+        Layers of one `_signature` are equal, and share a `_Kind`. It counts those that ran, and
+        has the position of the last of them and the bytes that it saved for the backward pass. A
+        skipped layer is counted as this one, its twin, in the result `skipped`.
         """
         kind = kinds.setdefault(_signature(layer), _Kind())
         forward = layer.forward
 
         def run_or_skip(*args: Any, **kwargs: Any) -> Any:
-            """Stand in for the layer's `forward`."""
+            """Stand in for the layer's `forward`: run it, or return a copy of its input.
+
+            A layer that runs measures the bytes that autograd saves meanwhile. One that is skipped
+            adds those of its kind's last run to `skipped`, with that layer's position as its twin.
+            """
             hidden = args[0] if args else kwargs.get("hidden_states")
             # Skip only where a copy of the input can stand in for the output.
             if kind.runs >= RUNS and kind.keeps_shape and isinstance(hidden, Tensor):
                 skipped.twins[position] = kind.position
                 skipped.saved_bytes += kind.saved_bytes
-                return hidden.clone()  # the next layer saves an input of its own, as always
+                # A copy: returned itself, the input would be one tensor that two layers save, and
+                # that counts once.
+                return hidden.clone()
             before = total_bytes()
             output = forward(*args, **kwargs)
             kind.runs, kind.position = kind.runs + 1, position

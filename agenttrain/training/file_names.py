@@ -106,6 +106,8 @@ def _table(model: PreTrainedModel) -> _Table:
 
 def _family_conversions(model: PreTrainedModel) -> list[Any]:
     """Return the conversions that `revert_weight_conversion` takes for a model without a record."""
+    # As there: without the renamings of legacy files, which are not written again, and without
+    # prefixes, which the record of loaded files alone could justify.
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     return [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
 
@@ -130,8 +132,11 @@ def _convert(
 def _try_one_by_one(model: PreTrainedModel, table: _Table) -> bool:
     """Return True if weights converted one at a time give the same files as all together.
 
-    Names and shapes are compared, of tensors on the meta device, which have no values. Renamings
-    can depend on other weights too (transformers' `GroupWeightRename`).
+    Then weights can be gathered, converted and sent one after the other, and never have to be in
+    memory together. A conversion may need several weights at once, and renamings can depend on
+    other weights too (transformers' `GroupWeightRename`).
+
+    It is tried on tensors on the meta device, which have no values: names and shapes are compared.
     """
     shapes: dict[str, Tensor] = {}
     for name, tensor in full_state(model):

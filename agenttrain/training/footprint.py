@@ -147,12 +147,20 @@ class Activations:
 class SavedActivations:
     """Activations of a forward pass over a rollout, by the level of checkpointing.
 
-    Call it with a rollout's number of tokens. `autocast` is the format in which layers compute.
+    A level of activation checkpointing names the modules whose activations are dropped after the
+    forward pass, and computed again in the backward pass. Call this with a rollout's number of
+    tokens. `autocast` is the format in which layers compute.
+
+    The bytes are measured by a trace: a forward pass over tensors without values. Long rollouts are
+    not traced. Their bytes are extrapolated linearly from two shorter ones: activations have a size
+    for each token, and fused attention holds no scores. With a soft cap scores are held. Then the
+    two traced rollouts are longer (TRACED_SCORES).
     """
 
     def __init__(self, model: PreTrainedModel, autocast: torch.dtype | None) -> None:
         self._model, self._autocast = model, autocast
-        # With a soft cap no fused kernel computes attention: its scores are held in memory.
+        # With a soft cap no fused kernel computes attention: its scores are held in memory. The
+        # longer of the two traced rollouts has so many tokens, the other one half of them.
         softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
         self._longest = TRACED if softcap is None else TRACED_SCORES
         self._traced: dict[int, dict[ActivationCheckpointing, Activations]] = {}
@@ -240,12 +248,14 @@ class SavedActivations:
         hooks = saved_tensors_hooks(save, lambda tensor: tensor)
         limited = equal_layers_run_twice(layers(language_model(self._model)), kept_bytes)
         with ExitStack() as stack:
-            # First the changes to the model, while tensors are real.
+            # First the changes to the model, while tensors are real: packed attention, equal layers
+            # that are skipped.
             stack.enter_context(packing(self._model))
             skipped = stack.enter_context(limited)
             for count in counts.values():  # hooks that notice when recomputed modules run
                 stack.enter_context(count.watching())
-            # Then the modes of its forward pass.
+            # Then the modes of its forward pass: fake tensors, experts that a trace can run,
+            # autocast, and the hook for each tensor that autograd saves.
             for context in (mode, _traceable_experts(), cast, hooks):
                 stack.enter_context(context)
             functional_call(net, state, (ids,), keywords)
@@ -265,9 +275,12 @@ def _made_tree(tokens: int) -> PackedTree:
 
 
 class _LevelCount:
-    """Bytes of the storages that autograd would hold if some modules were recomputed.
+    """Bytes of the storages that autograd would hold at one level of activation checkpointing.
 
-    A storage counts once, and weights do not count.
+    At a level some modules are recomputed: only their inputs are kept for the backward pass, and
+    what they save inside exists only while their own part of it runs. So storages belong to one of
+    two groups: those kept from the forward pass on, and those of the recomputed module that is
+    running. A storage counts once, and weights do not count.
     """
 
     def __init__(self, weights: Sequence[Tensor], recomputed: Sequence[nn.Module]) -> None:
@@ -277,22 +290,23 @@ class _LevelCount:
         self.most_recomputed = 0
         """The most bytes that a recomputed module saves beside its inputs."""
         self._modules = recomputed
-        # `_cdata` is the address of a storage, which several tensors may share.
+        # A storage's id is its address, `_cdata`. Several tensors may share a storage.
         self._weight_ids = {tensor.untyped_storage()._cdata for tensor in weights}
         self._kept: dict[int, torch.UntypedStorage] = {}
-        """Counted storages by their ids. Holding them keeps the ids unique."""
+        """Storages whose bytes are in `kept`, by their ids. Holding them keeps the ids unique."""
         self._module: dict[int, torch.UntypedStorage] | None = None
-        """Storages of the recomputed module that is running. None: no such module is running."""
+        """Storages that the running recomputed module has saved, by their ids. `_end` sums their
+        bytes. None: no such module is running."""
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor that autograd saves."""
+        """Count a tensor that autograd saves: as kept, or inside a recomputed module as its own."""
         self._count(tensor, self._kept if self._module is None else self._module)
 
     def _count(self, tensor: Tensor, group: dict[int, torch.UntypedStorage]) -> None:
         """Add the storage of a tensor to `group`, unless it is counted already or a weight's.
 
-        `group` is `_kept`, or while a recomputed module runs `_module`, whose bytes are summed when
-        the module ends.
+        `group` is one of two dictionaries. The bytes of storages in `_kept` are added to `kept` at
+        once. Those in `_module` are summed by `_end`, because the largest sum of a module counts.
         """
         storage = tensor.untyped_storage()
         address = storage._cdata

@@ -49,17 +49,19 @@ class HandedTree:
         self._tails: dict[int, Tails] = {}
         """Cached by the number of tokens that a convolution reaches back."""
         self._state_shapes: dict[tuple[Any, ...], Tensor] = {}
-        """Results of `state_like`, cached by the scan's function and the shapes of its inputs."""
+        """Results of `state_like`: tensors whose shape and format count, not their values. Cached
+        by the scan's function and the shapes of its inputs."""
 
     # Left out of torch.compile: the layout changes with the microbatch.
     @torch.compiler.disable
     def convolve(self, convolution: Convolution) -> Tensor:
         """Return the convolved states of this process's t tokens, [1, C, t].
 
-        The f tokens of other processes that the convolution reaches are fetched, and put behind
-        this process's own in one row. The row is convolved as a tree of its own, `tails.layout`:
-        there the fetched tokens are segments too, and the parents of the pieces that they precede.
-        Outputs of fetched tokens are dropped.
+        A convolution reaches back to the tokens before a piece in its sequences. Those that other
+        processes hold, f in all, are fetched and put behind this process's own in one row.
+        `tails.layout` is a tree of segments over this row. In it the fetched tokens are parents of
+        the pieces that they precede, so that its `convolve` puts them before these. Outputs of
+        fetched tokens are dropped.
         """
         reach = convolution.weight.shape[-1] - 1  # tokens that a convolution reaches back
         if reach not in self._tails:
@@ -95,14 +97,18 @@ class HandedTree:
         return output[None], None
 
     def state_like(self, scan: Scan) -> Tensor:
-        """Return a tensor of the shape and format of one state, from a scan of one token."""
+        """Return a tensor of the shape and format of one segment's state, such as [heads, d, d].
+
+        A scan of one token shows it. Processes need it to receive states.
+        """
+        # An input is [1, tokens, …]. The number of tokens does not change a state's shape.
         key = (scan.function, *(tensor.shape[2:] for tensor in scan.inputs))
         if key not in self._state_shapes:
             with torch.no_grad():
                 tokens = [tensor[:, :1].detach() for tensor in scan.inputs]
                 _, state = scan(tokens, state=None, keeps=True)
             assert state is not None
-            self._state_shapes[key] = state[0]
+            self._state_shapes[key] = state[0]  # of [1, …]: that of the only sequence
         return self._state_shapes[key]
 
 
@@ -130,7 +136,8 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
     """Return the chunks of a tree, with the states that go from one to another.
 
     A piece starts from the last state of its parent, which may be in an earlier chunk of the same
-    or of another process.
+    or of another process. So for each chunk this lists the pieces whose states come from earlier
+    chunks, those whose states later chunks need, and the other processes that need them.
     """
     pieces_by_chunk: dict[int, list[TreePiece]] = defaultdict(list)
     for piece in tree.pieces:
@@ -143,13 +150,16 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
             needed[parent.chunk].setdefault(parent, set()).add(piece.owner)
     chunks = []
     for number, pieces in sorted(pieces_by_chunk.items()):
-        # Pieces of earlier chunks from whose last states this one starts, each once and in order.
+        # Pieces of earlier chunks from whose last states this one starts, each once and in order: a
+        # dictionary without values, because several pieces may have one parent.
         starting_pieces = {p.parent: None for p in pieces if p.parent and p.parent.chunk != number}
         owner = pieces[0].owner
+        # Other processes that need a state of this chunk. The owner needs none sent to itself.
         receivers = sorted({rank for ranks in needed[number].values() for rank in ranks} - {owner})
         chunks.append(
             Chunk(
                 owner=owner,
+                # The owner holds its pieces in packed order: those of a chunk follow each other.
                 tokens=slice(pieces[0].offset, pieces[-1].offset + pieces[-1].length),
                 layout=RecurrentTree(
                     [piece.segment for piece in pieces],
@@ -169,7 +179,18 @@ def _make_chunks(tree: ContextTree, device: torch.device) -> list[Chunk]:
 class _HandedScan(torch.autograd.Function):
     """Scan of one chunk after the other; the backward pass computes each chunk again.
 
-    A chunk's owner starts from the last states that it received from the owners of earlier chunks.
+    The packed row is cut into chunks, each of which one process holds, its owner. Segments are cut
+    into pieces where a chunk ends. A piece starts from the last state of the piece before it in its
+    sequences, its parent. If that is in another process's chunk, its owner sends the state. Example
+    of two processes, a segment A over chunks 0 and 1, and after it B in chunk 2::
+
+        chunk   0     1     2
+        owner   0     1     1
+        piece   A0 ── A1 ── B      rank 0 sends the state of A0, rank 1 keeps that of A1
+
+    The backward pass goes from the last chunk to the first, and sends gradients of states the other
+    way. The initial states of this process's chunks are saved in one list, in the order of the
+    chunks, and the backward pass takes them from its end.
     """
 
     @staticmethod
@@ -225,19 +246,24 @@ class _HandedScan(torch.autograd.Function):
         """Return the gradients of inputs and weights, chunk by chunk from the last to the first.
 
         For each of its chunks a process receives the gradients of the last states that it sent, and
-        computes the chunk again for its gradients. Those of states that it received it sends back.
+        computes the chunk again for its gradients. Those of states that it received it sends back
+        when it comes to the chunk that they are from: by then all later chunks are done.
         """
         handed, scan, count, group = ctx.handed, ctx.scan, ctx.count, ctx.handed.group
         saved = ctx.saved_tensors
+        # `forward` has saved inputs, weights, and the initial states of this process's chunks, of
+        # which there are `start_count`.
         end = len(saved) - ctx.start_count
         tensors, initial_states = saved[:end], saved[end:]
         inputs, weights = tensors[:count], tensors[count:]
-        like = handed.state_like(scan)
+        like = handed.state_like(scan)  # shape and format of a state, to receive gradients
         total_gradients = [torch.zeros_like(tensor) for tensor in tensors]
         state_gradients: dict[Segment, Tensor] = {}  # gradient of each segment's last state
         # Sends in progress, each with its tensor, which has to live until the send is done.
         sending = []
-        remaining = len(initial_states)  # those of chunks that are still to be computed
+        # The initial states of the chunks that are still to be computed are the first `remaining`:
+        # the last of them are those of the next chunk.
+        remaining = len(initial_states)
 
         def add(segments: Sequence[Segment], rows: Sequence[Tensor]) -> None:
             """Add rows to the gradients of these segments' last states."""
@@ -333,14 +359,20 @@ def _with_weights(scan: Scan, weights: Sequence[Tensor]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tails:
-    """Tokens of other processes that this one's convolutions reach."""
+    """Tokens of other processes that this one's convolutions reach.
+
+    A tail is the end of another process's piece: the last tokens before a piece of this process in
+    its sequences, to which a causal convolution reaches back. They are fetched, and put behind this
+    process's own tokens in one row.
+    """
 
     layout: RecurrentTree
-    """This process's pieces, and behind them the fetched tokens as segments of their own."""
+    """Tree of segments over this row: this process's pieces, and behind them the tails."""
     sent: dict[int, Tensor]
-    """Indices of the tokens that other processes fetch, by process."""
+    """Rank of another process -> indices, among this process's tokens, of those that it fetches."""
     fetched: dict[int, int]
-    """Number of tokens that come from each process, in this order."""
+    """Rank of another process -> number of tokens that come from it. They lie in the row in this
+    order."""
 
 
 def make_tails(tree: ContextTree, reach: int, device: torch.device) -> Tails:
@@ -427,7 +459,7 @@ class _FetchTails(torch.autograd.Function):
             for rank, count in tails.fetched.items()
         }
         with group.exchanging(sends, receives):
-            pass  # there is nothing to compute meanwhile
+            pass  # `receives` are filled when the block ends; there is nothing to compute meanwhile
         # `cat` needs a tensor even if nothing was fetched.
         return torch.cat((rows_tC[:0], *receives.values()))
 
@@ -437,7 +469,9 @@ class _FetchTails(torch.autograd.Function):
         """Return the gradient of this process's tokens, [t, C], from those that fetched them.
 
         It is 0 for tokens that no process fetched. The gradients `gradient_fC` of the tokens that
-        this process fetched go to their owners.
+        this process fetched go to their owners. t tokens of this process, f fetched ones, C
+        channels. `tails.fetched` has the number of the f tokens by the rank of their owner, and
+        `tails.sent` the indices of the t tokens by the rank of the process that fetched them.
         """
         tails: Tails = ctx.tails
         parts = gradient_fC.split(list(tails.fetched.values())) if tails.fetched else ()
@@ -447,7 +481,7 @@ class _FetchTails(torch.autograd.Function):
             for rank, index in tails.sent.items()
         }
         with ctx.group.exchanging(sends, receives):
-            pass
+            pass  # `receives` are filled when the block ends; there is nothing to compute meanwhile
         rows_tC = gradient_fC.new_zeros(ctx.tokens, *gradient_fC.shape[1:])
         for rank, index in tails.sent.items():  # a token occurs once in each index
             rows_tC.index_add_(0, index, receives[rank])

@@ -95,7 +95,15 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """`linear_logprobs` with a backward pass of its own, which computes the tiles again."""
+    """`linear_logprobs` with a backward pass of its own, which works tile by tile as the forward.
+
+    A tile is a block of the [S, V] logits: S tokens, V vocabulary entries, H hidden. Without `keep`
+    only one tile is in memory, and the backward pass computes each again.
+
+    `_Product` multiplies a tile, and `_Statistics` adds it to sums over the vocabulary. `transform`
+    makes logits of the head's output, by scale, soft cap and temperature. Its `slope` is
+    d logits / d output.
+    """
 
     @staticmethod
     def forward(
@@ -198,11 +206,15 @@ class _LinearLogprobs(torch.autograd.Function):
             if sum_bias_V is not None:
                 sum_bias_V[vocabulary] += gradient.sum(0)
             del product_gradient  # in 16 bits a copy; free it before the next tile is computed
-        return *sums, None, None, None, None  # labels and options have no gradient
+        # Those of hidden states, weight and bias. The other four inputs of `forward` have none.
+        return *sums, None, None, None, None
 
 
 class _Product:
-    """hidden @ weight.T + bias, tile by tile. Products are in `dtype`, results at least in fp32."""
+    """hidden @ weight.T + bias, tile by tile. Products are in `dtype`, results at least in fp32.
+
+    S tokens, V vocabulary entries, H hidden; a tile has C of the tokens and N of the entries.
+    """
 
     def __init__(
         self, hidden_SH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, dtype: torch.dtype
@@ -214,6 +226,8 @@ class _Product:
         """Format of the results."""
         self.hidden_SH, self.weight_VH, self.bias_V = hidden_SH.to(dtype), weight_VH, bias_V
         on_cpu = hidden_SH.device.type == "cpu"
+        # Most tokens of a tile, and its logits in all (tokens x entries): with fewer tokens it gets
+        # more vocabulary entries.
         tokens, logits = CPU_TILE if on_cpu else GPU_TILE
         self.tokens = max(1, min(tokens, hidden_SH.shape[0]))
         """Tokens of a tile."""
@@ -233,7 +247,7 @@ class _Product:
                 )
 
     def __call__(self, tokens: slice, vocabulary: slice) -> Tensor:
-        """Return the output of a tile, [C, N]."""
+        """Return the output of a tile, [C tokens, N vocabulary entries]."""
         weight_NH = self.weight_VH[vocabulary].to(self.dtype)
         output = _multiply(self.hidden_SH[tokens], weight_NH.T, self.exact)
         return output if self.bias_V is None else output + self.bias_V[vocabulary].to(self.exact)
@@ -275,15 +289,21 @@ class _Statistics:
 def _fold(logits: Tensor, highest: Tensor, exp: Tensor, product: Tensor) -> None:
     """Add the logits of a tile, [tokens, vocabulary entries], to its tokens' sums, in place.
 
-    `exp` is the sum of exp(d) and `product` that of exp(d) d, with d = logit - highest so far. The
-    former sums are first made relative to the new highest logit: with s = former highest - highest
-    they become e^s exp and e^s (product + s exp).
+    `exp` is the sum of exp(d) and `product` that of exp(d) d, with d = logit - highest so far. Of
+    the first log sum exp is made, of both the entropy. The highest logit is subtracted so that exp
+    cannot overflow.
+
+    The former sums are first made relative to the new highest logit: with s = former highest -
+    highest they become e^s exp and e^s (product + s exp).
     """
+    # At the first tile `highest` is LOWEST, which is finite, and the former sums are 0 and stay so.
+    # With -inf instead, `exp * shift` would be 0 * -inf, NaN.
     former_highest = highest.clone()
     torch.maximum(former_highest, logits.amax(-1), out=highest)
     shift = former_highest - highest
     distance = logits - highest[:, None]
     weight = distance.exp()
+    # The former sums as above, each plus this tile's. `product` first: it reads the former `exp`.
     product.add_(exp * shift).mul_(shift.exp()).add_((distance.mul_(weight)).sum(-1))
     exp.mul_(shift.exp()).add_(weight.sum(-1))
 

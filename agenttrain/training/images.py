@@ -33,8 +33,12 @@ def hidden_with_images(
     """Return the last hidden states of a microbatch with images, [T, H].
 
     With `packed` one forward pass of the language model computes all segments, else one for each.
-    With `varlen` a packed pass uses torch's varlen kernel. `begin` is called before the pass of a
-    segment, with the packed positions of its tokens, whose recorded experts it selects.
+    With `varlen` a packed pass uses torch's varlen kernel.
+
+    Where experts are replayed, a mixture of experts computes with those that the engine recorded.
+    They are loaded for all tokens of the microbatch. A packed pass uses them as they are. `begin`
+    is called before the pass of one segment, with the packed positions of its tokens, and selects
+    theirs.
     """
     # Each image's features are computed once, however many pieces of the tokens show it.
     by_digest = {piece.image.sha256: piece.image for piece in images.pieces}

@@ -82,6 +82,13 @@ class Scorer(nn.Module):
     3. one forward pass per segment, with a warning
 
     Callers then `pack` sequences, and call the module with the microbatches inside `ready`.
+
+    Activation checkpointing has a `level`: how many activations backward passes compute again
+    instead of keeping them. `recompute` sets it, also inside `ready`, and `next_level` is the next
+    one that saves more memory.
+
+    With a context group (`context`) several processes compute one microbatch together. Its share
+    for this process is `Microbatch.context`, and `split` is the tree of segments cut over them.
     """
 
     packed: bool
@@ -112,10 +119,17 @@ class Scorer(nn.Module):
     ) -> None:
         """Prepare a model to score sequences as sampled at `temperature`.
 
-        `key` is the setting that names the model, for errors. `vision` reads its images.
-        With `replays_routes` forward passes use the experts that a microbatch has. `level` says
-        which activations backward passes compute again. With `defer` the caller calls
-        `choose_layout`, once the model is on its device and sharded.
+        - `logits_budget_mb`: logits up to this size are kept for the backward pass. Larger ones are
+          computed again there.
+        - `share_prefix`: whether tokens that several sequences begin with are computed once.
+        - `entropy_grad`: the entropy carries a gradient.
+        - `compile`: layers are compiled by torch.
+        - `key`: the setting that names the model, for errors.
+        - `vision` reads the model's images.
+        - `replays_routes`: forward passes use the experts that a microbatch has.
+        - `level`: the activations that backward passes compute again.
+        - `defer`: the caller calls `choose_layout`, once the model is on its device and sharded. It
+          runs the model, and so needs the weights in their final place.
         """
         super().__init__()
         keep_soft_cap(model)  # which some versions of transformers would drop
@@ -129,19 +143,20 @@ class Scorer(nn.Module):
         self._share_prefix, self._key = share_prefix, key
         self._replays_routes = replays_routes
         self._recomputation: ExitStack | None = None
-        """Keeps `recomputing` open inside `ready`, where `recompute` may change it; else None."""
+        """Inside `ready`: the stack that holds the context `recomputing`, which makes modules
+        compute their activations again. `recompute` replaces the context there. Else None."""
         self.recompute(level)
         if not defer:
             self.choose_layout(model.device)
 
     def recompute(self, level: ActivationCheckpointing) -> None:
-        """Compute the activations of `level` again in the backward passes from now on.
+        """Compute the activations of `level` again in all following backward passes.
 
         Raises ConfigError if the model has no such modules.
         """
-        self._recomputed = recomputed_modules(self.model, level)
+        self._recomputed = recomputed_modules(self.model, level)  # modules, none inside another
         self.level = level
-        if self._recomputation is not None:  # inside `ready`
+        if self._recomputation is not None:  # inside `ready`: take out the former level's hooks
             self._recomputation.close()
             self._recomputation.enter_context(recomputing(self._recomputed))
 
@@ -202,6 +217,7 @@ class Scorer(nn.Module):
         elif self.packed and self._share_prefix is SharePrefix.auto:
             self.least_shared = least_prefix(model.config.get_text_config().hidden_size)
         if self._replays_routes:
+            # It depends on `packed`. Before the trial, which takes time.
             self._check_passes(name)
             # Raises UnknownRouters if the model's routers are of no class that can be replayed.
             self.replay = RouteReplay(inside(find_routers))
@@ -333,10 +349,11 @@ class Scorer(nn.Module):
         gathered weights are dropped.
         """
         layers = compiled_layers(self.model) if self.use_compile else nullcontext()
-        # Last, so that a compiled layer is recomputed in its compiled form.
+        # Recomputation is entered after the layers are compiled: it wraps the forward pass that a
+        # layer has then, so that a compiled layer is recomputed in its compiled form.
         with self._ready(), layers, ExitStack() as recomputation:
             recomputation.enter_context(recomputing(self._recomputed))
-            self._recomputation = recomputation
+            self._recomputation = recomputation  # for `recompute`, if it is called in the block
             try:
                 yield
             finally:
@@ -459,6 +476,8 @@ def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) 
     The test is a short made-up tree of sequences, the trial. Each process computes all of it alone,
     and then its part of it together with the other processes of `context`. Hidden states and
     gradients of the part must agree with those of the same tokens computed alone.
+
+    T tokens of the tree, t of them this process's part.
     """
     model = scorer.model
     segments = fill(trial_segments(model), context.size)  # at least two tokens for each process
@@ -468,15 +487,21 @@ def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) 
     compute_part = partial(packed_hidden, split=split)
 
     def hidden(forward: HiddenFunction, ids: Tensor) -> Tensor:
-        """Return the hidden states that `forward` computes from token ids."""
+        """Return the hidden states that `forward` computes, for all T ids or for this part's t.
+
+        `forward` is `packed_hidden` for the tree alone, or `compute_part`, which takes the ids of
+        the part but the segments of the whole tree: the processes cut it by them.
+        """
         with torch.no_grad():
             states: Tensor = scorer.inside(lambda model: forward(model, ids, segments))
         return states
 
     def gradient(forward: HiddenFunction, ids: Tensor) -> Tensor:
-        """Return the gradient of these states with respect to the tokens' embeddings.
+        """Return the gradient of a sum of these states with respect to the tokens' embeddings.
 
-        Each process begins with its own states. The backward pass adds the other processes' parts.
+        Computed together, a process sums its own states only. But tokens of other processes attend
+        to its tokens, and the backward pass adds what their states contribute. So the result is the
+        gradient of the sum over all T states, as for the tree alone.
         """
         of_embeddings: Tensor = scorer.inside(partial(_input_gradient, forward, ids, segments))
         return of_embeddings
@@ -493,9 +518,10 @@ def _why_not_split(scorer: Scorer, device: torch.device, context: ContextGroup) 
         # a shorter format.
         is_exact = is_exact and alone.dtype in EXACT
         tolerance = tolerances[0] if is_exact else tolerances[1]
-        # Relative to all tokens: this process may have two of them, whose gradients are small.
+        # Relative to the largest value of all T tokens: this process may have only two of them,
+        # whose gradients are so small that rounding alone would be a large share of them.
         gap = ((together - alone[places_t]).abs().max() / alone.abs().max()).item()
-        # The passes with gradients follow in any case: the other processes wait for their parts.
+        # No early return: the other processes need this one in the passes with gradients.
         if reason is None and not gap <= tolerance:  # NaN counts as a difference
             reason = f"its {name} differ by {gap:.2g} (relative)"
     return reason
@@ -796,20 +822,27 @@ def why_not_packed(
 ) -> str | None:
     """Try packing on a few tokens; return why it changes the model's results, or None.
 
-    Hidden states of one packed pass are compared with those of a pass per segment. A recurrent
-    model could carry its state from one rollout into the next, so its gradients are compared too.
+    Four things are tested, on short made-up trees of sequences:
+
+    - the hidden states of one packed pass are those of a pass per segment (`trial_segments`)
+    - no rollout's states depend on its neighbours, by exact zeros of gradients (`_has_leak`)
+    - in a recurrent model the gradients agree too, because it could carry its state from one
+      rollout into the next. These passes have shorter trees (`gradient_segments`), which save
+      memory, with the ways in which a state passes from segment to segment.
+    - a package's kernel for recurrent layers computes what transformers' own code does. Raises
+      UnsupportedModel otherwise.
+
     With `varlen` the packed pass uses torch's varlen kernel. `inside` calls a function of the model
-    while its weights are gathered. Raises UnsupportedModel if a package's kernel for recurrent
-    layers is wrong.
+    while its weights are gathered.
     """
     device = device or model.device
     inside = inside or (lambda function: function(model))
     # The varlen kernel takes 16 bits: float32 weights reach it under autocast only.
     needs_cast = varlen and model.dtype is torch.float32
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=needs_cast)
-    segments = trial_segments(model)
+    segments = trial_segments(model)  # for hidden states
     token_ids_T = trial_ids(model, device, segments)
-    tree = gradient_segments(model)
+    tree = gradient_segments(model)  # for gradients and leaks
     tree_ids_T = trial_ids(model, device, tree)
     in_one_pass = partial(packed_hidden, varlen=varlen)
     gradients: list[Tensor] = []  # of the separate passes, then of the packed one
@@ -928,10 +961,12 @@ def _has_leak(
 ) -> bool:
     """Return True if packed hidden states depend on tokens that are not before them in a sequence.
 
-    `tree` begins with a rollout, and a prompt with two branches after it. Nothing after the rollout
-    may depend on it, and no branch on its sibling.
+    `tree` begins with a rollout, and a prompt with two branches after it. `forward` computes it
+    packed. `inside` calls a function of the model with the model's weights gathered.
     """
     rollout, _, branch, sibling, *_ = tree
+    # Nothing after the rollout may depend on it: not the prompt and its branches, which begin at
+    # `rollout.end`. And nothing from the second branch on may depend on the first one.
     return any(
         # One `inside` for each, because a backward pass frees the weights that FSDP2 gathered.
         inside(partial(_depends_on, forward, token_ids_T, tree, start, earlier))

@@ -319,26 +319,27 @@ def merged(
 
     Base and adapters are added in float32, whatever the files' formats, and the sum is cast once:
     to `dtype`, or for ``auto`` to the format of the adapters, which is that of their training. The
-    end-of-sequence tokens are those of the folder. Returns the model, and how far the cast moves
-    the adapted weights, as a share of what the adapters change (`_rounding`).
+    end-of-sequence tokens are those of the folder. Returns the model, and the rounding of the cast:
+    how far it moves the adapted weights, divided by how far the adapters move them (`_rounding`).
 
     `double` is not None for adapters that were trained on a base in 4 bits, and says whether its
     scales are in 8 bits (`quantize`). The adapters are then merged into the numbers that the 4 bits
-    stand for. None: into the weights as they are in the base's files.
+    stand for: the base is loaded in the format of training, quantised as it was there, dequantised,
+    and then cast to float32. None: into the weights as they are in the base's files.
     """
     from peft import PeftModel
 
     base = base_folder(str(folder))
     assert base is not None
     trained_dtype = adapter_dtype(folder)
-    # The 4 bits were made of weights in the format of training.
+    # The base's format until it is quantised: training made the 4 bits of weights in its format.
     load_dtype = torch.float32 if double is None else trained_dtype
     with keeping_float32():  # training loads the base in the same formats
         model = auto_class(base).from_pretrained(base, dtype=load_dtype, **loading_options(base))
     if double is not None:
         quantize(model, double=double)
         dequantize(model)
-        model = model.float().cpu()
+        model = model.float().cpu()  # from here on as without 4 bits
     target_dtype = trained_dtype if isinstance(dtype, str) else dtype
     with _without_pattern_warning():
         adapted = PeftModel.from_pretrained(model, str(folder))

@@ -153,10 +153,13 @@ def _routers(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the target names that peft replaces by packed experts in this model's family.
+    """Return those of the target names that peft replaces by packed experts in this model's family.
 
-    Adapters of single experts, from the time before transformers 5, have such names. peft replaces
-    them whatever module has them: also a dense layer or a shared expert.
+    Before transformers 5 each expert was a module with layers such as `gate_proj`. Adapters from
+    that time name these layers, and peft puts the packed weight of all experts in their place. It
+    does so whatever module has the name: also a dense layer or a shared expert.
+
+    Each name is tried by a config with this name as its only target, which peft converts.
     """
     from peft import LoraConfig
 
@@ -169,7 +172,9 @@ def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> set[str]
         config = LoraConfig(target_modules=[name])
         try:
             convert_peft_config_for_transformers(config, model, None)
-        except ValueError:  # a half of a packed weight, without the other one
+        except ValueError:
+            # peft replaces the name only together with another one: `gate_proj` and `up_proj` are
+            # halves of one packed weight.
             taken.add(name)
             continue
         if name not in (config.target_modules or ()):
@@ -180,7 +185,10 @@ def _taken_for_experts(model: PreTrainedModel, names: Iterable[str]) -> set[str]
 def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
     """Raise ConfigError for a target that is no module of the model, or stands for experts to peft.
 
-    peft ignores a target that does not exist as long as another one does.
+    peft ignores a target that does not exist as long as another one does. Targets concern experts
+    in two ways: a model with packed experts has no modules inside `experts` that could have
+    adapters (`names_experts`), and peft replaces some names, such as `gate_proj`, by packed experts
+    even where a dense layer has the name (`_taken_for_experts`).
     """
     modules = [name for name, _ in model.named_modules()]
     packed = sorted({".".join(name.split(".")[-2:]) for name in packed_experts(model)})
@@ -188,6 +196,7 @@ def _check_modules(model: PreTrainedModel, targets: list[str]) -> None:
     for target in targets:
         key = f"model.lora.targets={shown(targets)}: {type(model).__name__}"
         is_module = any(f".{name}".endswith(f".{target}") for name in modules)
+        # The experts themselves, or one of their layers that no module of the model is named like.
         names_experts = target == EXPERTS or (target in EXPERT_LAYERS and not is_module)
         if packed and names_experts:
             raise ConfigError(

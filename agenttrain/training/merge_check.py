@@ -41,18 +41,21 @@ class WrongMerge(AgenttrainError):
 def check_merging(model: PreTrainedModel, score: Callable[[], list[float]]) -> None:
     """Raise WrongMerge if a merged adapter does not compute what the adapter computes.
 
-    `score` returns the policy's log-probabilities of a text. All processes call this together. At
-    the end the policy is as before.
+    `score` returns the policy's log-probabilities of a text, in nats, one for each token. Gaps are
+    means over them of absolute differences. The gap between merged and adapted may be `limit` times
+    that between adapted and before, or `floor` nats. All processes call this together. At the end
+    the policy is as before.
     """
     weights = {base_name(name): w for name, w in model.named_parameters(remove_duplicate=False)}
     layers = adapted_weights(model)
-    # The first weight of each kind: model.layers.0.mlp.experts.down_proj for those of all layers.
-    # Reversed, so that the first of a kind is the last that is put into the dictionary.
+    # One weight of each kind, where the number of the layer makes no kind: of all
+    # `model.layers.N.mlp.experts.down_proj` that of layer 0. A dictionary keeps the last value of a
+    # key: put the weights in from the last to the first, so that it keeps the first of each kind.
     kinds = {re.sub(r"\.\d+\.", ".N.", name): name for name in reversed(layers)}
     exact = model.dtype is torch.float32 and model.device.type == "cpu"
     limit, floor = (EXACT_LIMIT, 0.0) if exact else (LIMIT, FLOOR)
     before_T = torch.tensor(score())
-    for name in reversed(kinds.values()):  # again in the order of the model
+    for name in reversed(kinds.values()):  # from the first layer on again
         layer, weight = layers[name], weights[name]
         with _random_adapter(layer, weight):
             adapted_T = torch.tensor(score())

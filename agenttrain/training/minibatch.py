@@ -77,6 +77,8 @@ class Minibatch:
         entropy_S = inputs.entropy_S.detach()
         self.losses.append(loss.detach())
         self.scores.append(ScoredMicrobatch(microbatch, inputs.logprobs_S.detach(), entropy_S))
+        # The entropy bonus acts on the trained tokens: those that `kept_S`, the mask of top
+        # entropy, keeps. Its coefficient follows their mean entropy.
         with_bonus_S = entropy_S if inputs.kept_S is None else entropy_S * inputs.kept_S
         self.entropy.append(with_bonus_S.sum())
 

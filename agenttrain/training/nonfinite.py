@@ -73,7 +73,11 @@ def broken_weights(model: nn.Module) -> dict[str, str]:
 
 
 def check_weights(model: nn.Module, when: str, world: World | None = None) -> None:
-    """Raise NotFinite in all processes, naming the weights, unless all weights are finite."""
+    """Raise NotFinite in all processes, naming the weights, unless all weights are finite.
+
+    All processes call this together. `world.gather` joins their lists, so that all of them see the
+    same flags and names, and either all return or all raise.
+    """
     world = world or World()
     # Stacked: one wait for the GPU instead of one per parameter.
     finite_flags = torch.stack(
@@ -81,7 +85,8 @@ def check_weights(model: nn.Module, when: str, world: World | None = None) -> No
     )
     if all(world.gather([bool(finite_flags.all())], f"the weights {when}")):
         return
-    # A sharded weight's count is that of one process's part: the last one that has such values.
+    # The joined list may name a sharded weight once for each process whose part has such values.
+    # The dictionary keeps the last: the message has the count of that part alone.
     broken = dict(world.gather(list(broken_weights(model).items()), "the names of broken weights"))
     where = list_names([f"{name} ({count})" for name, count in broken.items()])
     raise NotFinite(

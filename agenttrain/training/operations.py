@@ -96,16 +96,23 @@ def _keys_until(length: int, window: int | None) -> int:
 
 
 def count_operations(model: PreTrainedModel) -> Operations:
-    """Return the counter of a model, from its weights' sizes and its config."""
+    """Return the counter of a model, from its weights' sizes and its config.
+
+    The operations of a token are counted by the numbers that it is multiplied by. So weights are
+    left out that multiply no token: embeddings, of which a row is looked up, and encoders, which
+    read images and not tokens. An embedding that is tied to the head is the head's matrix, and
+    counts.
+    """
     config: Any = model.config.get_text_config()
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     head: Any = model.get_output_embeddings()
-    # Embeddings multiply no token, unless one is tied to the head. Encoders read images.
     uncounted = {id(w) for w in (*embeddings, *encoder_weights(model).values())}
+    # An embedding that is tied to the head counts after all.
     uncounted -= {id(weight) for weight in (head.parameters() if head is not None else ())}
     used_share = _share_of_experts(config)
-    in_4_bits = numbers_of(model)  # numbers of each weight that is stored in 4 bits, by name
-    totals = {True: 0.0, False: 0.0}  # numbers of weights, by whether they have a gradient
+    # Elements of each weight that is stored in 4 bits, by name: two are in a byte of the parameter.
+    in_4_bits = numbers_of(model)
+    totals = {True: 0.0, False: 0.0}  # elements of weights, by whether they have a gradient
     for name, weight in model.named_parameters():  # a tied weight comes once
         if id(weight) in uncounted:
             continue
@@ -188,7 +195,7 @@ class WorkCounter:
     _computed: int = 0
     """Tokens of forward passes since the last `take`."""
     _trained: int = 0
-    """Sampled tokens of backward passes since then."""
+    """Sampled tokens of backward passes since then: the targets that this process has."""
     _operations_done: float = 0.0
     _peak: int = 0
     """Most bytes of the GPU's allocator before its statistics were last reset."""
@@ -217,10 +224,11 @@ class WorkCounter:
         """Count a forward pass, and a backward pass with `backward`."""
         tokens = microbatch.token_ids_T.numel()
         count = self.operations.training if backward else self.operations.forward
-        share = microbatch.context
+        share = microbatch.context  # this process's share, if a context group computes it together
         processes = 1 if share is None else share.split.group.size
-        # In a group the tokens are this process's, and the segments those of all processes. Each
-        # has an equal share of the work.
+        # `token_ids_T` are this process's tokens alone, but `segments` those of the whole group,
+        # and attention is counted by segments. So count the group's work, of about as many tokens
+        # for each member, and take an equal part of it.
         self._operations_done += count(tokens * processes, microbatch.segments) / processes
         self._computed += tokens
         self._trained += microbatch.targets_S.numel() if backward else 0

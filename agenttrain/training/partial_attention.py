@@ -256,6 +256,10 @@ def _scores(
 ) -> tuple[Tensor, Tensor | float]:
     """Return a tile's scores, [h, queries, keys], and their slope: d score / d uncapped score.
 
+    `query` [m, h, d] and `key` [n, k, d] are all m queries and n keys, with h and k heads. The
+    tile's are those at `queries` and `keys`. Query a sees key b if b <= a + shift, within the
+    window, where a and b count in all of them. `shift` None: every query sees all keys.
+
     The slope is 1 without a soft cap. Keys that a query does not see have the score LOWEST.
     """
     exact = torch.promote_types(query.dtype, torch.float32)
@@ -267,7 +271,7 @@ def _scores(
         bounded = torch.tanh(scores / scoring.softcap)
         scores, slope = scoring.softcap * bounded, 1 - bounded.square()
     if shift is not None:
-        # Indices as in `attend_partially`: query a, key b.
+        # Indices among all queries and keys, not those of the tile: query a, key b.
         a = torch.arange(queries.start, queries.stop, device=query.device)[:, None]
         b = torch.arange(keys.start, keys.stop, device=query.device)
         visible = b <= a + shift

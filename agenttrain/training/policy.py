@@ -343,7 +343,13 @@ class Policy:
         return self._scorer.ready()
 
     def minibatches(self, groups: Sequence[Sequence[TrainingSequence]]) -> Iterator[Minibatch]:
-        """Yield a step's minibatches, the same number in all processes."""
+        """Yield a step's minibatches, the same number in all processes.
+
+        In each epoch the groups are divided into minibatches. One in which no process has anything
+        to train is left out, in all processes alike: `minibatch` returns None in all of them. The
+        first that is yielded is marked `first`: before its update the policy is still the one that
+        sampled.
+        """
         first = True
         for epoch in range(self.algorithm.num_epochs):
             for part in split(groups, self.algorithm.minibatches):
@@ -467,8 +473,10 @@ class Policy:
     def _check_peak(self, peak: int) -> None:
         """Raise the level in all processes if the first update left one of them too little memory.
 
-        `peak` is the update's, in bytes of the allocator, beside which a GPU needs a reserve
-        (`lacks_reserve`). Later updates keep the level.
+        A level of activation checkpointing says how many activations are computed again to save
+        memory. `peak` is the update's, in bytes of the allocator, beside which a GPU needs a
+        reserve (`lacks_reserve`). This check is made once: later updates keep the level. On a CPU
+        nothing is measured.
         """
         if self.on_level is None or not self._has_computed:
             return
@@ -479,7 +487,7 @@ class Policy:
             lacks_memory = lacks_reserve(peak, other_bytes, total)
             if self.world.max(float(lacks_memory), "the memory of the first update"):
                 self._raise_level()
-        self.on_level = None  # the level stays from here on
+        self.on_level = None  # without it neither this check nor `_raise_level` does anything
 
     def optimizer_step(self, minibatch: Minibatch) -> MetricParts:
         """Update the weights; return metrics, each as this process's (sum, count).
@@ -532,10 +540,14 @@ class Policy:
     def _route_mismatch(self, minibatch: Minibatch) -> MetricParts:
         """Compare the replayed experts with the policy's own, on the update's first microbatch.
 
-        One more forward pass, without a gradient, in which the routers choose. `equal` is
-        the number of (token, layer) pairs for which they choose the replayed experts, and that of
-        all pairs.
+        In one more forward pass, without a gradient, the routers choose the experts themselves. The
+        metrics are how often they choose the replayed ones, and how far the logprobs are from the
+        engine's with the replayed experts and with the routers' own.
+
+        `equal` holds two counts, to which `comparing` adds during the pass: the (token, layer)
+        pairs whose two sets of experts are equal, and all pairs.
         """
+        # The scores are the update's: logprobs by the replayed experts, and entropies.
         microbatch, replayed_S, _ = minibatch.scores[0]
         replay = self._scorer.replay
         assert replay is not None, "algorithm.router_replay=rollout"
@@ -545,16 +557,22 @@ class Policy:
         return route_mismatch(microbatch.behaviour_S, replayed_S, unreplayed_S, equal)
 
     def _mismatch(self, minibatch: Minibatch) -> MetricParts:
-        """Compare the engine's logprobs with the policy's from before the step's first update."""
+        """Compare the engine's logprobs with the policy's from before the step's first update.
+
+        For the first minibatch only. Each of its `scores` is (microbatch, logprobs, entropies), of
+        forward passes before the update. All processes call this together.
+        """
         sequences = [s for batch, _, _ in minibatch.scores for s in batch.sequences]
         engine_S = torch.cat([batch.behaviour_S for batch, _, _ in minibatch.scores])
         trainer_S = torch.cat([logprobs_S for _, logprobs_S, _ in minibatch.scores])
-        # The engine's policy_version equals the number of finished steps.
+        # A token sampled by the policy of this step has `self.step`, the number of finished steps,
+        # as its version. Other tokens are stale.
         origins = token_origins(sequences, self.step, engine_S.device)
         tokens = engine_S.new_tensor(len(engine_S))
         sums = torch.stack((engine_S.sum(), trainer_S.sum(), tokens))
         engine_sum, trainer_sum, count = self.accelerator.reduce(sums.double(), "sum").tolist()
-        means = (engine_sum / count, trainer_sum / count)  # over the tokens of all processes
+        # Over the tokens of all processes: `mismatch` itself sees this process's alone.
+        means = (engine_sum / count, trainer_sum / count)
         return mismatch(engine_S, trainer_S, origins, means)
 
     def end_step(self, averages: Averages) -> dict[str, float]:
@@ -583,7 +601,13 @@ class Policy:
         return {key: logprobs_S for key, (logprobs_S, _) in scores.items()}
 
     def probe_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the logprob at temperature 1 of every id after the first; a collective call."""
+        """Return the policy's logprob, at temperature 1, of every id of a text after the first.
+
+        A weight sync compares them with the engine's. All processes call this together.
+        """
+        # A target is the position before the token that it predicts: the last id predicts none. The
+        # stand-in gives the fields that only a loss needs; zeros take the place of the engine's
+        # logprobs.
         targets_S = torch.arange(len(token_ids) - 1)
         sequence = replace(
             stand_in(),
@@ -596,6 +620,7 @@ class Policy:
         self._scorer.transform = replace(transform, temperature=1.0)
         try:
             packed = self._scorer.pack([sequence], len(token_ids), self.device)
+            # One sequence: the only entry is its (logprobs, entropies).
             ((logprobs_S, _),) = score_microbatches(self._scorer, packed).values()
         finally:
             self._scorer.transform = transform
@@ -637,7 +662,10 @@ class Policy:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()`, written by any number of processes.
 
-        Raises CheckpointError, and changes nothing, if other weights were trained in bfloat16.
+        Weights that are trained in a shorter format than float32 have a float32 copy in the
+        optimizer's state (`masters`). Raises CheckpointError, and changes nothing, if the state was
+        saved with another number of copies than this run has: then other weights were trained in
+        the shorter format.
         """
         saved = len(state["optimizer"].get("masters", ()))
         copies = 0 if self._masters is None else len(self._masters.pairs)
@@ -683,7 +711,11 @@ class Policy:
         return None if broken_ranks else float(norm)
 
     def _broken_update(self, losses: Tensor, minibatch: Minibatch) -> BrokenUpdate:
-        """Return the error that names the rollouts or weights that broke an update."""
+        """Return the error that names the rollouts or weights that broke an update.
+
+        All processes call it together, and gather what each has found: weights that are not finite,
+        then rollouts that break an update by themselves, else all that were packed together.
+        """
         self.optimizer.zero_grad()  # the broken gradients, before each sequence has its own
         trained_sequences = minibatch.trained_sequences(self.algorithm)
 
@@ -703,7 +735,7 @@ class Policy:
             )
             # The gradient is not averaged over ranks: it is to be that of this sequence alone.
             with self.accelerator.no_sync(self._wrapped):
-                inputs = loss_inputs(
+                inputs = loss_inputs(  # `forward` returns logprobs and entropies
                     microbatch, *self.forward(microbatch), minibatch, self.algorithm
                 )
                 loss, _ = policy_loss(inputs, self.algorithm)
@@ -715,7 +747,10 @@ class Policy:
             return loss.detach(), inputs.logprobs_S.detach()
 
         world = self.world
+        # Weights that are not finite already, by name, of all processes.
         weights = dict(world.gather(list(broken_weights(self.model).items()), "broken weights"))
+        # In turns: a context group computes each sequence together, so that only one process at a
+        # time runs a sequence of its own, and the others help.
         local_culprits = find_culprits(
             trained_sequences, score_alone, self.model, world, in_turns=self._context is not None
         )
@@ -731,7 +766,8 @@ class Policy:
         if broken_rollouts:
             cause += list_names([f"rollout {c.place}: {c.what}" for c in broken_rollouts])
         elif places:
-            # No sequence is broken by itself: name the rollouts that were packed together.
+            # No sequence is broken by itself: name all rollouts of the update. The message then
+            # reads "the update is not finite (…): no rollout is by itself".
             cause += f"no rollout is by itself; they were {list_names(places)}"
         loss = world.sum(losses.sum().item(), "the loss")
         return BrokenUpdate(

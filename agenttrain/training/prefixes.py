@@ -158,16 +158,22 @@ def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[B
 
     Example: a branch of 2 tokens with children of 3, 3 and 2 has 10 tokens. With a budget of 8 it
     becomes two runs: the branch with children of 3 and 3, and one branch of 2 + 2 tokens.
+
+    First each branch that is too long becomes several that fit, with some of its children each:
+    the children are divided by this function, with the branch's own tokens `above` them. Then the
+    fitting branches fill one run after the other.
     """
     fitting: list[Branch] = []
     for branch in branches:
         if above + branch.tokens <= budget or not branch.children:
             fitting.append(branch)
             continue
-        ending = branch.ending  # these sequences go into the first run
+        # Sequences that end with the branch are to be in one run only: the first.
+        ending = branch.ending
         for run in cut(branch.children, budget, above + branch.end - branch.start):
             if len(run) == 1 and not ending:
-                # Nothing is shared with the parent any more, so that both become one branch.
+                # Of this run only one child has the branch before it. Nothing is shared there, so
+                # that both become one branch, which begins where the parent does.
                 fitting.append(replace(run[0], start=branch.start))
             else:
                 fitting.append(replace(branch, ending=ending, children=run))
@@ -175,6 +181,7 @@ def cut(branches: Iterable[Branch], budget: int, above: int = 0) -> list[tuple[B
     runs: list[list[Branch]] = [[]]
     tokens = above
     for branch in _by_length(fitting):
+        # An empty run takes any branch, also one over the budget.
         if runs[-1] and tokens + branch.tokens > budget:
             runs.append([])
             tokens = above

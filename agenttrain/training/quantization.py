@@ -64,9 +64,11 @@ def scale_bytes(numbers: int, *, double: bool) -> int:
 def layers_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """Return the linear layers of a model without adapters that are stored in 4 bits, by name.
 
-    Left out are the head, encoders, routers, layers whose rows are no whole blocks, and those of a
-    Mamba mixer whose weight a kernel reads: all but `in_proj`. Packed experts are no linear layers.
+    Left out are the head, encoders and routers (by `linear_modules`), layers whose rows are no
+    whole blocks, and those of a Mamba mixer whose weight a kernel reads: all but `in_proj`. Packed
+    experts are no linear layers.
     """
+    # Only Mamba mixers have parameters `A_log`, of the decay, and `D`, of the skip connection.
     mamba = [name for name, m in model.named_modules() if hasattr(m, "A_log") and hasattr(m, "D")]
     read_by_kernels = {
         f"{name}.{child}"
@@ -78,8 +80,8 @@ def layers_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
     return {
         name: modules[name]
         for name in linear_modules(model, encoder_pattern(model))
-        # A subclass may compute with its weight in its own way. Of rows that end within a block
-        # bitsandbytes 0.50 takes wrong scales, on a CPU with AVX512.
+        # A subclass may compute with its weight in its own way. A row has to be whole blocks: if it
+        # ends within one, bitsandbytes 0.50 reads wrong scales on a CPU with AVX512.
         if type(modules[name]) is nn.Linear
         and modules[name].in_features % BLOCK == 0
         and name not in read_by_kernels
@@ -127,7 +129,8 @@ class QuantizedLinear(nn.Linear):
     def __init__(self, linear: nn.Linear, *, double: bool, device: torch.device) -> None:
         """Make room for the weight of `linear` on `device`, and take its bias.
 
-        `double`: the scales are in 8 bits.
+        `double`: the scales are in 8 bits. The values come later: `quantize` fills `weight`, and
+        `store_scales` the buffers.
         """
         # Without storage: weight and bias are replaced below.
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -143,9 +146,9 @@ class QuantizedLinear(nn.Linear):
         blocks = linear.out_features * self.row_blocks
         scale_format = torch.uint8 if double else torch.float32
         # float32 explicitly, because a model may be built with another default.
-        # Buffer -> (length, format).
+        # Buffer -> (length, format). A scale for each block, and the 16 values of an index.
         shapes = {"scales": (blocks, scale_format), "values": (VALUES, torch.float32)}
-        if double:
+        if double:  # `scales` are indices: scales of their blocks, the table of values, the mean
             shapes["scale_scales"] = (ceil(blocks / SCALE_BLOCK), torch.float32)
             shapes["scale_values"] = (SCALE_VALUES, torch.float32)
             shapes["scale_mean"] = (1, torch.float32)
@@ -172,7 +175,7 @@ class QuantizedLinear(nn.Linear):
         and scales of their own, as bitsandbytes does.
         """
         functional = import_module("bitsandbytes.functional")
-        # The 16 values of NF4, the same for all weights.
+        # The 16 values that the indices of a weight stand for, the same for all weights.
         self.values.copy_(functional.get_4bit_type(NF4, device=scales_B.device))
         if not self.has_double_scales:
             self.scales.copy_(scales_B)
@@ -185,21 +188,28 @@ class QuantizedLinear(nn.Linear):
         self.scale_mean.copy_(mean)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply by the dequantised weight, which autograd does not keep."""
+        """Multiply by the weight, which bitsandbytes dequantises for the product.
+
+        Autograd keeps the 4 bits alone: the backward pass dequantises them again, and the weight
+        itself has no gradient.
+        """
         functional = import_module("bitsandbytes.functional")
-        nested = {}  # bitsandbytes' arguments for scales in 8 bits
+        # bitsandbytes' arguments for scales in 8 bits: the number to add to each scale, and the
+        # state by which the scales themselves are dequantised.
+        nested = {}
         if self.has_double_scales:
             nested = {"offset": self.scale_mean[0], "state2": self._scale_state()}
         state = functional.QuantState(
             self.scales,
             shape=torch.Size((self.out_features, self.in_features)),
-            code=self.values,
+            code=self.values,  # the table of an index
             blocksize=BLOCK,
             quant_type=NF4,
             dtype=self.dtype,
             **nested,
         )
         multiply = import_module("bitsandbytes").matmul_4bit
+        # It takes the bytes as one column; their shape is in `state`.
         output: Tensor = multiply(input, self.weight.view(-1, 1), state, bias=self.bias)
         return output
 
@@ -212,7 +222,12 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def dequantized(self) -> Tensor:
-        """Return the weight as it is multiplied, sharded if the layer is."""
+        """Return the weight as it is multiplied, sharded if the layer is.
+
+        If it is, `weight` has the 4 bits of some rows. Each process dequantises its own. But it has
+        the scales of all rows, B blocks: with double quantization bytes, which are dequantised
+        before.
+        """
         functional = import_module("bitsandbytes.functional")
         rows, packed = own_rows(self.weight), local_part(self.weight)
         scales_B = self.scales
@@ -229,6 +244,7 @@ class QuantizedLinear(nn.Linear):
             dtype=self.dtype,
         )
         if len(packed):
+            # bitsandbytes takes the bytes as one column; `state` has the shape.
             weight: Tensor = functional.dequantize_4bit(packed.view(-1, 1), state)
         else:  # another process has all rows
             weight = torch.empty(state.shape, dtype=self.dtype, device=packed.device)

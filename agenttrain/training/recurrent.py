@@ -100,7 +100,14 @@ class RecurrentTree:
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
-        """Waves in the order in which they are scanned, parents before their children."""
+        """Waves in the order in which they are scanned, parents before their children.
+
+        A wave's segments are scanned in one call, as rows of a batch. Each starts from the last
+        state of its parent. If this packed row is one of several chunks, the parents of some are in
+        earlier chunks (`earlier_parents`), and later chunks start from the states of others
+        (`needed_later`): these states come and go with `scan_waves`.
+        """
+        # Padded tokens of a wave. On a CPU a larger call leaves the caches and takes longer.
         max_tokens = CPU_WAVE if self.device.type == "cpu" else None
         return make_waves(
             self.segments,
@@ -134,8 +141,9 @@ class RecurrentTree:
         """Return the convolved states of the packed row, [1, C, T].
 
         T tokens with the copies between them (or zeros) are the U columns of an extended row.
+        Example with 3 taps, of tokens 0 1 and a segment 2 3 after them: ``. . 0 1 | 0 1 2 3``.
         """
-        _record_first(convolution)  # for `recorded_calls`, which checks kernels
+        _record_first(convolution)  # so that the trial can check this layer's kernel
         taps = convolution.weight.shape[-1]
         if taps not in self._halos:
             self._halos[taps] = make_halo(self.segments, taps, self.device)
@@ -145,6 +153,8 @@ class RecurrentTree:
         rows_TC = convolution.states[0].transpose(0, 1)
         extended_UC = _Extend.apply(rows_TC, halo)
         convolved_UC = convolution(extended_UC.transpose(0, 1)[None])[0].transpose(0, 1)
+        # Take each token's own column, `column_T`. The other two are for the gradient: the token of
+        # each column, and the columns whose outputs are dropped, which get none.
         own_TC = Select.apply(convolved_UC, halo.column_T, halo.token_U, halo.extra_columns)
         return own_TC.transpose(0, 1)[None]
 
@@ -175,13 +185,17 @@ class RecurrentTree:
 
         `scan_wave` maps (inputs, first states, keeps) of a wave's padded rows to their output and,
         if `keeps`, their last states. `states` are the last states of `earlier_parents`, in their
-        order.
+        order; those of the segments scanned here are appended to them. `Wave.parents` are indices
+        in this growing list.
+
+        Tokens are brought into the order of the waves, scanned wave by wave, and brought back.
         """
         order = self._order
         sizes = [wave.rows.scatter.numel() for wave in self.waves]  # tokens of each wave
         inputs = []
         for tensor in tensors:
-            # To the order of the waves. None: every token is selected.
+            # To the order of the waves. `order` is (selected positions, their inverse). None: every
+            # token is selected.
             tokens = tensor if order is None else Select.apply(tensor, *order, None)
             inputs.append(tokens.split(sizes))  # a piece for each wave
         # Last states of the segments so far, from which their children start.
@@ -201,7 +215,7 @@ class RecurrentTree:
                 last_states |= dict(zip(wave.segments, rows, strict=True))
             outputs.append(_unpad(wave, output.flatten(0, 1)))
         packed = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if order is not None:  # back to the packed order
+        if order is not None:  # back to the packed order, by the inverse
             packed = Select.apply(packed, *reversed(order), None)
         return packed, {
             segment: state for segment, state in last_states.items() if segment in self.needed_later
@@ -235,11 +249,18 @@ def make_waves(
 ) -> tuple[Wave, ...]:
     """Divide segments into waves of at most `max_tokens` padded tokens. None: of any size.
 
-    The segments of a wave have equally many ancestors and similar lengths. Either all of them have
-    children, whose scans start from their last states, or none has. The states of
-    `earlier_parents`, segments of earlier chunks, come before those of the waves. The segments
-    `needed_later`, by later chunks, count as having children.
+    A wave is scanned in one call, each of its segments as a row that starts from its parent's last
+    state. So parents are in earlier waves, and the segments of a wave:
+
+    - have equally many ancestors
+    - have similar lengths, for little padding: at least the share SHORTEST of the longest
+    - either all have children, for which the call returns the last states, or none has
+
+    The packed row may be one of several chunks. Then `earlier_parents` are the segments of earlier
+    chunks from whose states some segments start: their states come first in the list that
+    `Wave.parents` indexes. The segments `needed_later`, by later chunks, count as having children.
     """
+    # None is among them, as the parent of segments that start a sequence: it does not matter.
     with_children = {*needed_later, *(segment.parent for segment in segments)}
     levels: dict[int, list[Segment]] = defaultdict(list)
     for segment in segments:
@@ -274,7 +295,7 @@ def make_waves(
                 keeps=keeps,
             )
         )
-        if keeps:
+        if keeps:  # behind all states so far: `len` is that of before the update
             state_index |= {segment: len(state_index) + row for row, segment in enumerate(run)}
     return tuple(waves)
 
@@ -283,7 +304,12 @@ def make_waves(
 class Halo:
     """Columns of an extended row, in which each segment follows the last tokens of its prefix.
 
-    `make_halo` makes it for a convolution, which needs these tokens before the segment's own.
+    A convolution of K taps needs the K-1 tokens before a segment's own. Several segments may have
+    the same prefix, so the row has a copy of its last tokens before each. `make_halo` makes it.
+
+    Example with 3 taps: T = 4 tokens, 0 1 and a segment 2 3 after them, are U = 8 columns
+    ``. . 0 1 | 0 1 2 3``, where ``.`` is blank. `column_T` is 2 3 6 7, `blank_columns` 0 1,
+    `copy_columns` 4 5, `copied_tokens` 0 1, and `copies_of_tokens` [[0], [1]].
     """
 
     token_U: Tensor
@@ -300,11 +326,15 @@ class Halo:
     """[tokens] Packed positions of the tokens that are copied, each once."""
     copies_of_tokens: Tensor
     """[tokens, most copies of one] Indices in `copy_columns` of the copies of each of these tokens,
-    filled up with the length of `copy_columns`."""
+    whose gradients the backward pass adds to the token's. Shorter rows are filled up with the
+    length of `copy_columns`, the index of a row of zeros there."""
 
 
 def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> Halo:
     """Return the extended row of segments for a convolution of that many taps.
+
+    Each segment gets taps - 1 columns before its own: copies of the last tokens of its prefix, and
+    blank ones where there are fewer. U columns in all.
 
     Example: with 3 taps, tokens 0 1 and a segment 2 3 after them become the columns
     ``. . 0 1 | 0 1 2 3``, where ``.`` is blank. Columns 4 and 5 are copies, of tokens 0 and 1.
@@ -317,10 +347,11 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
     for segment in segments:
         before: list[int] = []  # the tokens before the segment, as many as a tap reaches
         part = segment.parent
+        # Go back through the prefix until there are taps - 1 tokens.
         while part is not None and (missing := taps - 1 - len(before)):
             before = [*range(max(part.start, part.end - missing), part.end), *before]
             part = part.parent
-        missing = taps - 1 - len(before)
+        missing = taps - 1 - len(before)  # not even the whole prefix has so many: blank columns
         blank_columns += range(len(tokens), len(tokens) + missing)
         tokens += [0] * missing
         for token in before:
@@ -329,7 +360,8 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
             tokens.append(token)
         own_columns += range(len(tokens), len(tokens) + segment.length)
         tokens += range(segment.start, segment.end)
-    # Rows of one length, filled up with the index behind the last of `copy_columns`.
+    # By this table the backward pass adds the gradients of a token's copies. Rows of one length,
+    # filled up with the index behind the last of `copy_columns`, where it puts zeros.
     most_copies = max(map(len, copies.values()), default=0)
     table = [
         [*indices, *[len(copy_columns)] * (most_copies - len(indices))]
@@ -351,7 +383,10 @@ def make_halo(segments: Sequence[Segment], taps: int, device: torch.device) -> H
 
 
 class _Extend(torch.autograd.Function):
-    """Lay out tokens [T, C] as the columns of an extended row, [U, C].
+    """Lay out tokens [T, C] as the U columns of an extended row, [U, C]. C channels.
+
+    The extended row has copies of the last tokens of its prefix before each segment, so that a
+    convolution finds them there. `Halo` says which column is what, with an example.
 
     The gradient of a token is that of its own column, plus a sum over its copies in a fixed order.
     """
@@ -365,10 +400,11 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_UC: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of the tokens, [T, C].
+        """Return the gradient of the T tokens, [T, C], from that of the U columns, [U, C].
 
-        Each token has a column of its own, `column_T`. Of the columns `copy_columns` each row of
-        `copies_of_tokens` selects the copies of one of the tokens at positions `copied_tokens`.
+        A token's gradient is that of its own column (`column_T`), plus those of its copies, which
+        stand before the segments that follow it. The i-th of `copied_tokens` has the copies that
+        row i of `copies_of_tokens` selects among `copy_columns`.
         """
         halo: Halo = ctx.halo
         rows_TC = gradient_UC.index_select(0, halo.column_T)

@@ -39,8 +39,13 @@ def ring_attention(
 ) -> Tensor:
     """Return the attention of this process's tokens to all keys of the tree, [t, h, e].
 
-    Shapes: query [t, h, d], key [t, k, d], value [t, k, e].
+    `key` and `value` are those of this process's tokens. They go round in a ring, so that each
+    process sees those of all. All members of `group` call this together.
+
+    Shapes: query [t, h, d], key [t, k, d], value [t, k, e], for t tokens, h heads, k heads of keys
+    and values, d head size, e head size of values.
     """
+    # Sinks apart from `scoring`: autograd sees only tensors that are arguments themselves.
     output: Tensor = _RingAttention.apply(query, key, value, scoring.sinks, tree, group, scoring)
     return output
 
@@ -48,7 +53,8 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     """`ring_attention` with a backward pass of its own: only this process's states are saved.
 
-    Keys and values go from process to process in a ring, in both passes.
+    Keys and values go from process to process in a ring, in both passes. `attend_partially`
+    attends to some keys, and `merge` adds that to the attention to the keys before.
     """
 
     @staticmethod
@@ -68,7 +74,7 @@ class _RingAttention(torch.autograd.Function):
         `source`, as slices: query a of a slice attends to key b of the other if b <= a + `shift`,
         or to all keys if `shift` is None.
         """
-        size = key.shape[-1]
+        size = key.shape[-1]  # keys and values travel as one tensor, and are cut apart here
         # Autocast would cast the sums over processes to 16 bits.
         with torch.autocast(query.device.type, enabled=False):
             # Output, and log sum exp of the scores, over the keys so far.
@@ -125,8 +131,9 @@ class _RingAttention(torch.autograd.Function):
                     )
                     grad_query[q] += parts[0]
                     grad_states[k] += torch.cat(parts[1:], dim=-1)
-                # The sum goes on to the process that gets these keys next. After the last of n
-                # rounds that is the process that holds them. Here comes the sum of the next round.
+                # The sum for the keys of `source` goes on to the process that gets them next. After
+                # the last of n rounds that is `source` itself. The sum for the keys of the next
+                # round comes from the other neighbour.
                 grad_states = _send_on(grad_states, tree, group, source)
             grad_sinks = None
             if sinks is not None:
@@ -143,6 +150,7 @@ class _RingAttention(torch.autograd.Function):
 
 def _send_on(states: Tensor, tree: ContextTree, group: ContextGroup, source: int) -> Tensor:
     """Send states, those of process `source`, to the next process; return the previous one's."""
+    # One hop yields twice: the states that are sent, then those that were received.
     *_, (_, received) = _circulate(states, tree, group, source, hops=1)
     return received
 

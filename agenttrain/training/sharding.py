@@ -108,8 +108,9 @@ def shard_like(target: Tensor, values: Tensor | TensorParts) -> Tensor:
 
     `TensorParts` are full values that are read from several files row by row.
     """
-    rows = own_rows(target)
-    # Nothing to shard: the target is not sharded, or the values are already.
+    rows = own_rows(target)  # all rows, if the target is not sharded
+    # Nothing to shard: the target is not sharded, or the values are already. Parts in files are
+    # still joined to a tensor.
     if not isinstance(target, DTensor) or isinstance(values, DTensor):
         return values.rows(rows) if isinstance(values, TensorParts) else values
     if isinstance(values, TensorParts):
@@ -240,7 +241,11 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def read_state(folder: Path, shard: Shard | None = None) -> Any:
-    """Read a policy's state, as TensorParts if several processes wrote it."""
+    """Read a policy's state, with its sharded tensors as TensorParts if several processes wrote it.
+
+    `shard` is this process's place among those that hold the policy's parts. None: the policy is
+    not sharded. The state may have been written by another number of processes than read it.
+    """
     if (folder / WHOLE).exists():
         return read_tensors(folder / WHOLE)
     count = len(list(folder.glob(PART.format("*"))))
@@ -249,7 +254,9 @@ def read_state(folder: Path, shard: Shard | None = None) -> Any:
             f"{folder}: has neither {WHOLE} nor {PART.format(0)}, which hold the optimizer. Resume "
             "from another checkpoint, or start a new run with model.path=<this folder>"
         )
-    # As many processes as wrote the state need one part each, others rows of all parts.
+    # If as many processes read the state as wrote it, this one needs the part of its own index.
+    # Otherwise its rows may lie in any part. The files are mapped into memory, so that only the
+    # rows that are used later are read.
     indices = [shard.index] if shard is not None and shard.count == count else list(range(count))
     paths = [folder / PART.format(index) for index in indices]
     parts = [read_tensors(path, mmap=True) for path in paths]

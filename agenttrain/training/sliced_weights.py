@@ -102,15 +102,17 @@ def why_not_sliced(folder: Path) -> str | None:
 def empty_model(folder: Path, dtype: torch.dtype, *, uniform: bool = False) -> PreTrainedModel:
     """Return the model in `folder` on the meta device, with its buffers on the CPU.
 
-    `uniform`: all weights in one format, also those that `keep_float32` casts to float32. FSDP2
-    trains only such a model.
+    Two sets of weights may be in float32 beside others in `dtype`: those of the modules that
+    transformers keeps so for this family (`_get_dtype_plan`), and the decays of recurrent layers
+    (`keep_float32`). `uniform` leaves out the second set, because FSDP2 shards the weights of a
+    layer together and needs one format for them.
     """
     config = AutoConfig.from_pretrained(folder)
     config.name_or_path = str(folder)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = auto_class(folder).from_config(config, dtype=dtype)
     model.tie_weights()
-    dtype_plan = model._get_dtype_plan(dtype)  # modules that stay in float32
+    dtype_plan = model._get_dtype_plan(dtype)  # by transformers' own choice, also if `uniform`
     for name, parameter in model.named_parameters():
         if any(part in dtype_plan for part in name.split(".")):
             parameter.data = parameter.data.to(torch.float32)
@@ -348,13 +350,19 @@ class SlicedWeights:
 
     @torch.no_grad()
     def _read(self, weight: WeightSource, rows: RowRange, into: Tensor) -> None:
-        """Read rows of a weight into `into`, which has the weight's format."""
+        """Read rows of a weight into `into`, which has the weight's format.
+
+        A weight's source is one tensor of the files, or a `Conversion`, which makes it of several.
+        For example row i of a packed weight of experts is made of the tensors of expert i.
+        """
         source = weight.source
         if isinstance(source, StoredTensor):
             read_rows(source, rows.start, into)
             return
         if rows.stop == rows.start:
             return
+        # The conversion's tensors, as (pattern, tensor): the pattern says what a tensor is. They
+        # are all converted, and the rows taken from the result, which begins with row 0.
         sources, start = source.sources, rows.start
         if source.by_expert:
             # A row is an expert, made of the expert's tensor of each pattern, such as gate and up.
@@ -364,7 +372,7 @@ class SlicedWeights:
                 by_pattern.setdefault(pattern, []).append((pattern, tensor))
             experts = (pairs[rows.start : rows.stop] for pairs in by_pattern.values())
             sources = tuple(chain(*experts))
-            start = 0  # the converted weight begins with the first of these rows
+            start = 0  # the result then begins with the first of these rows
         weights = self._convert(source, sources, torch.device("cpu"), weight.dtype)
         into.copy_(weights[weight.name][start : start + rows.stop - rows.start])
 

@@ -52,9 +52,15 @@ class Snapshot:
     each weight in it)."""
 
     def take_weights(self, policy: Policy, *, copies: bool) -> None:
-        """Add the weights that this process writes. All processes call it together."""
+        """Add the weights that this process writes. All processes call it together.
+
+        With `copies` they share no memory with the model, which may be trained before they are
+        written. Of an adapted model only the adapters are written, by the main process: they are
+        small. Other weights are divided among the processes if the model is sharded.
+        """
         world, model = policy.world, policy.model
         if is_adapted(model):
+            # In all processes, because sharded adapters are gathered.
             adapters = {n: _on_cpu(t, copies) for n, t in adapter_weights(model).items()}
             if world.is_main:
                 self.writers[WEIGHTS_FILE] = partial(_save_weights, adapters)
@@ -62,6 +68,7 @@ class Snapshot:
         file, tensors = own_weights(model, is_main=world.is_main, copies=copies)
         if tensors:
             self.writers[file] = partial(_save_weights, tensors)
+        # Several files: `finish` writes an index of the weights in each.
         if shard_of(model) is not None and tensors:
             self.weights = (file, {name: t.nbytes for name, t in tensors.items()})
 
@@ -167,16 +174,22 @@ def weights_index(shares: Iterable[tuple[str, dict[str, int]]]) -> dict[str, Any
 
 
 def _weights_to_save(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the model's weights and buffers by name, tied ones only under the name in files."""
+    """Return the model's weights and buffers by name, tied ones only under the name in files.
+
+    transformers has a table of ties: ``{"lm_head.weight": "model.embed_tokens.weight"}``. Both are
+    one tensor, and its files have the second name. So a name that is a key of the table gives way
+    to another name of its tensor.
+    """
     ignored = set(model._keys_to_ignore_on_save or ())
     tied = set(model.all_tied_weights_keys)
     saved_names: dict[int, str] = {}  # by the tensor's id
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         earlier_name = saved_names.get(id(tensor))
-        # transformers saves a tied weight under the name that is no key of its table of ties.
+        # The first name of a tensor, unless that is a key of the table: then the next one.
         if name not in ignored and (earlier_name is None or earlier_name in tied):
             saved_names[id(tensor)] = name
+    # In the order of `state`, each tensor under the name that was chosen for it.
     return {name: state[name] for name in state if saved_names.get(id(state[name])) == name}
 
 

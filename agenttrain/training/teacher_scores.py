@@ -36,7 +36,7 @@ from agenttrain.training.wrapping import shard
 from agenttrain.types import MAIN, AgenttrainError, Rollout, Trajectory
 
 PromptIds = Callable[[Rollout, Trajectory], Sequence[int]]
-"""Returns the ids that the teacher reads in place of a trajectory's prompt."""
+"""Returns the ids of a prompt of the teacher's own, which it reads in place of the policy's."""
 
 
 class TeacherFailed(AgenttrainError):
@@ -52,7 +52,11 @@ class Teacher(Protocol):
 
 
 class ModelTeacher:
-    """Teacher that is a frozen model in this process, sharded as the policy is."""
+    """Teacher that is a frozen model in this process, sharded as the policy is.
+
+    There are two layouts. Without `sharding` each process has the whole model, and scores its
+    sequences alone. With it each has a part, and all processes make every forward pass together.
+    """
 
     def __init__(
         self,
@@ -80,7 +84,8 @@ class ModelTeacher:
         self._longest: float = getattr(text, "max_position_embeddings", None) or torch.inf
         """Most tokens of a sequence that the teacher scores."""
         self._sharded = sharding is not None
-        # Wait without a limit: a slow file system may delay one process by minutes.
+        # Nothing is exchanged: it is a barrier. Without a limit (`patient`), because a slow file
+        # system may delay one process by minutes.
         self._world.exchange((), "the teacher in every process", patient=True)
         model = model.requires_grad_(False)
         self._scorer = Scorer(
@@ -92,19 +97,23 @@ class ModelTeacher:
             key="algorithm.teacher.path",
         )
         if sharding is None:
-            # evaluation_mode: in the precision of training, but not in DDP.
+            # It computes in the precision of training. evaluation_mode: without a wrapper for
+            # data-parallel training (DDP), because nothing is trained.
             self._scorer = accelerator.prepare_model(self._scorer, evaluation_mode=True)
         else:
             shard(self._scorer, accelerator, sharding)
             if weights is not None:
                 device = torch.device("cpu") if sharding.cpu_offload else self._device
+                # After `shard`: each process reads its own part alone.
                 read_shards(weights, self._scorer, device, self._world)
+        # Last: it runs the model.
         self._scorer.choose_layout(self._device, self._world, accelerator.autocast())
 
     def score(self, sequences: Sequence[TrainingSequence]) -> dict[SequenceKey, Tensor]:
         """Return the logprobs [S] of the sampled tokens of each sequence that is not too long."""
         sequences = [with_teacher_prompt(sequence, self._prompt_ids) for sequence in sequences]
         fitting = [sequence for sequence in sequences if sequence.length <= self._longest]
+        # Sharded, all processes have to make as many forward passes: `peers` are those to match.
         peers = self._world if self._sharded else None
         microbatches = pack_evenly(self._scorer, fitting, self._budget, self._device, peers)
         scores = score_microbatches(self._scorer, microbatches)
@@ -225,7 +234,10 @@ def add_teacher(
 
     `sequences` are those of the rollouts of `groups` that the teacher scored. A rollout that has a
     reward but was too long for the teacher gets no advantage: the rewards' part alone would teach
-    something else than the other rollouts do.
+    something else than the other rollouts do. A scored rollout without advantages, such as one
+    without a reward, counts only for the distance of policy and teacher.
+
+    `is_gated_in` decides by a rollout's reward whether the teacher's part is added.
     """
     teacher = config.teacher
     assert teacher is not None
@@ -238,7 +250,7 @@ def add_teacher(
         assert policy_S is not None and sequence.teacher_logprobs_S is not None
         differences.append(policy_S - sequence.teacher_logprobs_S)
         rollout, trajectory = sequence.rollout, sequence.trajectory
-        if trajectory.advantages is None:
+        if trajectory.advantages is None:  # there is nothing to mix the teacher's part into
             continue
         assert rollout.reward is not None
         mixed_S = mixed_advantages(
@@ -249,6 +261,7 @@ def add_teacher(
             gated_in=is_gated_in(rollout.reward, teacher),
         )
         trajectory.advantages = array("d", mixed_S.tolist())
+    # The other two metrics are over all rollouts with a reward, also those that were too long.
     for rollout in chain(*groups):
         if rollout.reward is None or not rollout.sampled_length:
             continue

@@ -270,9 +270,9 @@ async def sync(
 
     Raises WrongMerge at the first sync if merged adapters do not compute what the adapters do.
     Raises StaleWeights if the engine's log-probabilities of the probe differ from the policy's, and
-    if they did not change since the last sync (`before`) although the policy's did. They may stay
-    the same where the engine's copy is rounded, as a quantised one is. With several copies it is
-    raised if all of them fail.
+    if they did not change since the last sync (`before`) although the policy's did. The second
+    check is left out where the engine's copy is rounded, as a quantised one is: there they may stay
+    the same. With several copies it is raised if all of them fail.
 
     The probe's text is that of the last sync. At the first sync the engine samples it after the end
     of `prompt_ids`, so that it is as likely as the texts of the run. Without a prompt it is a fixed
@@ -299,14 +299,16 @@ async def sync(
     on_cpu = policy.model.device.type == "cpu" and not torch.cuda.is_available()
     exact = on_cpu and policy.model.dtype == dtype == torch.float32
     tolerance = config.tolerance or (EXACT_TOLERANCE if exact else TOLERANCE)
-    growth = GROWTH if config.tolerance is None else 0  # 0: a tolerance of the user's is the limit
+    # Without a tolerance of the user's, a gap may also be `growth` times that of the first sync: as
+    # the policy learns, the probe becomes less likely, and gaps grow with that.
+    growth = GROWTH if config.tolerance is None else 0
     # Merging adapters, casting and quantising round small changes away: equal scores of the engine
     # then prove nothing.
     has_merged_adapters = has_adapters and not as_adapters
     was_cast = not as_adapters and dtype != policy.model.dtype
     is_quantized = isinstance(engine, Quantized) and engine.quantized
     was_rounded = has_merged_adapters or was_cast or is_quantized
-    # Probe whose scores the engine's must differ from.
+    # Probe of the last sync, if the engine's new scores must differ from those then.
     must_differ_from = None if was_rounded else before
     token_ids, first_sampled = await _probe_text(policy, engine, before, prompt_ids)
 
@@ -323,7 +325,8 @@ async def sync(
         token_ids=tuple(token_ids),
         start=first_sampled,
         policy=tuple(policy_T),
-        # The gap of the first sync, which the first sync's own probe does not repeat in `first`.
+        # The gap of the first sync. If `before` is of the first sync itself, its `first` is None:
+        # take its own gap.
         first=None if before is None else before.first or before.gap,
         warned=bool(before and before.warned),
         before=None if must_differ_from is None else must_differ_from.scores,

@@ -69,6 +69,11 @@ class World:
 
     Example, on rank 1 of 2: ``world.gather(["b"])`` is ``["a", "b"]`` on both when rank 0 called
     ``world.gather(["a"])``.
+
+    Every exchange begins with a `barrier`, which finds out who is missing. A barrier has a deadline
+    or is `patient`. With a deadline it fails when that is over, and names the ranks that have not
+    come. A patient one waits as long as the heartbeats of the missing ranks go on (`Pulse`).
+    `collective` guards collectives of torch, which have a timeout of their own.
     """
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -85,11 +90,13 @@ class World:
         self._count = 0
         """Number of barriers so far."""
         self._group: Any = None
+        # A process alone has no store and no heartbeats: each method returns before it needs them.
         if has_peers:
             # Objects are sent over gloo, whatever backend the gradients use.
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
             store = distributed_c10d._get_default_store()
-            # Every process makes its worlds in the same order, so the number names the same world.
+            # A process may make several worlds, whose keys must not meet. `_numbers` counts them;
+            # every process makes them in the same order, so the number names the same world.
             self._store = dist.PrefixStore(f"agenttrain/{next(_numbers)}", store)
             # Heartbeats are those of a process, in whichever of its worlds another one waits.
             heartbeat_store = dist.PrefixStore("agenttrain", store)
@@ -300,8 +307,9 @@ class World:
     def _wait(self, key: str, what: str, limit_s: float) -> None:
         """Wait until a key of the store exists, in short waits of `WAKE`.
 
-        Raises DistStoreError after `limit_s` seconds. With an infinite limit (`patient`), raises
-        WorldTimeout as soon as the heartbeats of a process that has not arrived have stopped.
+        Raises DistStoreError after `limit_s` seconds: `barrier` makes it a WorldTimeout that names
+        all missing ranks. With an infinite limit (`patient`), raises a WorldTimeout itself as soon
+        as the heartbeats of missing ranks have stopped. It names these alone.
         """
         waited_s, checked_at = 0.0, time.monotonic()
         while True:
@@ -356,8 +364,8 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 LONGEST_CHECK_S = 2.0
-"""Most time between two checks that counts as waiting: if there is more, this process itself had
-been stopped."""
+"""Most time between two checks that counts as waiting. They are about `WAKE` apart: if there is
+more, this process itself had been stopped."""
 LEAVE_S = 5.0
 """Time limit for the heartbeat thread to end. Only a store that hangs needs more."""
 
@@ -366,8 +374,13 @@ class Pulse:
     """Heartbeats: a process that waits without a deadline notices when another one has died.
 
     Each process counts up in the store from a thread of its own. The counter stops when the process
-    is stopped, when its machine hangs, or when C code never releases the interpreter. A waiting
-    `World` calls `silent` again and again, and `find_stopped` once after a timeout.
+    is stopped, when its machine hangs, or when C code never releases the interpreter. There are two
+    questions to ask:
+
+    - `silent`: which ranks have not counted for `limit_s`? A `World` that waits without a deadline
+      asks it again and again, and each call adds the time since the last one.
+    - `find_stopped`: which ranks do not count right now? It is asked once a collective is late, and
+      watches for some seconds by itself.
     """
 
     def __init__(self, store: Any, rank: int, limit_s: float) -> None:
@@ -404,9 +417,12 @@ class Pulse:
     def silent(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks whose counter has not moved for `limit_s`.
 
-        Each rank increments its counter as a heartbeat. Call this method while waiting: of the time
-        between two calls at most `LONGEST_CHECK_S` counts, because after more this process itself
-        was stopped. A rank that has not started to count is never silent.
+        Each rank increments its counter as a heartbeat. Call this method again and again while
+        waiting: the time between two calls in which a counter has not moved is added up.
+
+        A difference of clocks would not do. If this process itself is stopped for an hour, all
+        counters seem to have stood still. So of the time between two calls at most
+        `LONGEST_CHECK_S` counts. A rank that has not started to count is never silent.
         """
         now = time.monotonic()
         elapsed_s = min(now - self._checked_at, LONGEST_CHECK_S)
