@@ -228,7 +228,7 @@ def _estimate_at(
     prompt_tokens: int,
     supervised: bool,
 ) -> MemoryEstimate:
-    """Estimate the memory of training, engine, the policy's copy and Python.
+    """Estimate the memory of training, engine, Python, and a copy of the policy or server beside.
 
     The activations of `level` are recomputed. A `supervised` run has neither engine nor copy.
     """
@@ -256,8 +256,8 @@ def _estimate_at(
     )
     engine = EngineMemory() if supervised else _engine_memory(config, engine_load, sizes)
     parts += engine.items
-    # The copy in the rollout process has a GPU of its own, unless there is only one. Without GPUs
-    # it is in the node's memory.
+    # What samples, a server or the copy in the rollout process, has a GPU of its own, unless there
+    # is only one (`machine.shared`). Without GPUs the copy is in the node's memory.
     copy_shares_memory = has_policy_copy(config) and not on_gpu
     if not supervised and (machine.shared or copy_shares_memory):
         beside = _sampler_beside(config, sizes, engine_load)
@@ -351,6 +351,8 @@ def check_shared_gpu(config: RunConfig, verb: str) -> None:
     key = f"engine.memory_share={servers_share(config):g}"
     room = memory.engine.room
     if room is not None and room.missing:
+        if (cache_mb := getattr(config.engine, "kv_cache_mb", None)) is not None:
+            key = f"engine.kv_cache_mb={cache_mb}"  # the share does not count then
         raise ConfigError(
             f"{key}: leaves the server on the trainer's GPU {room.has / GIB:.2f} GiB of keys and "
             f"values, and one sequence of {room.tokens:,} tokens (engine.max_context) needs "

@@ -69,15 +69,17 @@ def start_roles(
 
     world, roles = world or World(), used_roles(config, verb)
     started = StartedRoles(run, world, roles)
-    # Without roles there may be no GPU beside the trainer's to be found.
-    if not (world.is_main and roles):
+    if not roles:  # there may be no GPU beside the trainer's to be found
         return started
     # Training processes of this machine: torchrun or a scheduler sets it where there are several
     # machines.
     trainers = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     # The GPUs of the trainers and of the policy's copy are not free.
     on_gpu = torch.cuda.is_available()
+    # In every process, so that all raise the same error.
     gpus = _gpus(fleets(config, verb), policy_gpus(config, trainers)) if on_gpu else {}
+    if not world.is_main:
+        return started
     for name, role in roles.items():
         print(f"roles.{name}: servers start (logs: {role_folder(run, name)}/servers)", flush=True)
         plan = _plan(config, name, role, gpus.get(f"roles.{name}"), module)

@@ -222,7 +222,8 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     if config.schedule is Schedule.constant:
         return config.lr * warmup
     if config.schedule is Schedule.linear:
-        return config.lr * min(warmup, (steps + 1 - step) / max(steps + 1 - warmup_steps, 1))
+        decay = (steps + 1 - step) / max(steps + 1 - warmup_steps, 1)
+        return config.lr * max(min(warmup, decay), 0.0)
     get_scheduler = _import_get_scheduler()
     scheduler = get_scheduler(
         str(config.schedule),

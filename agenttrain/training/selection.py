@@ -111,7 +111,8 @@ class Repeat(torch.autograd.Function):
     """Select tokens by position, each any number of times.
 
     A token's gradient is the sum over its copies, in float32 at least and in a fixed order, and is
-    rounded once. Beside the gradients the backward pass needs 3 x `SUMMED_BYTES` at most.
+    rounded once. Beside the gradients the backward pass needs 3 x `SUMMED_BYTES` at most, or the
+    copies of one token.
     """
 
     @staticmethod

@@ -61,8 +61,8 @@ class BroadcastFleet(Fleet):
         self._stranded_since: float | None = None
         """Time since which no server has the current weights. None: one has."""
         self._is_broadcasting = False
-        """True between `assemble`, which chooses the servers of a broadcast, and `settle`, which
-        takes its result."""
+        """True between `assemble`, which chooses the servers of a broadcast, and the `settle` after
+        which a server has the weights."""
         self._attempts = 0
         """Broadcasts of this version that have reached no server."""
 

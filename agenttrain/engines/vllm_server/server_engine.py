@@ -155,9 +155,9 @@ class VllmServerEngine(ServerEngine[Fleet]):
 
     async def load(self, files: WeightFiles) -> None:
         """Implement `ReadsFiles.load`."""
-        start_servers, self._start_servers = self._start_servers, None
-        if start_servers is not None:
-            start_servers()
+        if self._start_servers is not None:
+            self._start_servers()
+            self._start_servers = None
         await self.fleet.load(files)
 
 
