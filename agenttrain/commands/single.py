@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 from agenttrain.commands.check import check_files
 from agenttrain.commands.running import compose_all
+from agenttrain.settings.checks import engine_of_play
 from agenttrain.settings.command_line import command_of
 from agenttrain.settings.compose import Composed, hydra_session
 from agenttrain.settings.engine_checks import admit_engine, typed_engine
 from agenttrain.settings.saved import at_step, run_of
 from agenttrain.types import ConfigError, ToolCall
+from agenttrain.utils.sections import raise_config_error
 
 
 def compose_single(verb: str, args: Namespace, overrides: Sequence[str]) -> Composed:
@@ -79,9 +81,9 @@ def play(args: Namespace, overrides: Sequence[str]) -> int:
     # step for error messages.
     folder, words = at_step(overrides, checkpoint_step, typed=args.step)
     composed = compose_single("play", args, words)
-    admit_engine(
-        composed, "play"
-    )  # imports an engine from outside the package, and checks its keys
+    # Imports an engine from outside the package, and checks its keys.
+    admit_engine(composed, "play")
+    raise_config_error(engine_of_play(composed.config, "play", words))
     from agenttrain.commands.play import play as talk  # imports torch
 
     return talk(composed.config, args, folder)

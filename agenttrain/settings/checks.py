@@ -16,7 +16,7 @@ from pathlib import Path
 from agenttrain.algorithms.config import CorrectionLevel, CorrectionMode, load_objective
 from agenttrain.commands.slurm.config import job_problems
 from agenttrain.data.config import HOLD_OUT, ROLLOUT_ROWS, SOURCES, SourceConfig, has_test_rows
-from agenttrain.engines.registry import spec_of
+from agenttrain.engines.registry import OutsideEngine, spec_of
 from agenttrain.health.config import StopWhenConfig
 from agenttrain.launch.config import DistributedName
 from agenttrain.settings.async_checks import async_problems
@@ -50,7 +50,6 @@ from agenttrain.utils.model_path import (
     uses_dora,
 )
 from agenttrain.utils.names import did_you_mean
-from agenttrain.utils.redaction import shell_command
 from agenttrain.utils.sections import raise_config_error, shown
 from agenttrain.utils.text_templates import TextTemplate
 
@@ -556,13 +555,18 @@ def _untrained_model(config: RunConfig, verb: str, overrides: Sequence[str]) -> 
         )
 
 
-def _engine_of_play(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Check for a typed engine with weights of its own; `play` replaces that of a saved run."""
+def engine_of_play(config: RunConfig, verb: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Check for a typed engine with weights of its own; `play` replaces that of a saved run.
+
+    An engine from outside is checked by a second call, once its module is imported.
+    """
     typed = typed_engine(overrides)
-    if typed is not None and spec_of(config.engine).own_weights:
+    if typed is None or isinstance(config.engine, OutsideEngine):
+        return
+    if spec_of(config.engine).own_weights:
         yield (
             f"{typed}: agenttrain play samples from the model in its own process; leave it out, or "
-            f"serve the model: {shell_command(['serve', *overrides])}"
+            "use it with agenttrain serve"
         )
 
 
@@ -827,7 +831,7 @@ CHECKS: tuple[Check | VerbCheck, ...] = (
     Check(_environments, ("algorithm", "reward", "environment")),
     VerbCheck(_unread, ()),
     VerbCheck(_untrained_model, ("model",), only=ACTING),
-    VerbCheck(_engine_of_play, ("engine",), only=("play",)),
+    VerbCheck(engine_of_play, ("engine",), only=("play",)),
     VerbCheck(
         lambda config, verb, overrides: job_problems(config),
         ("slurm", "servers", "distributed"),

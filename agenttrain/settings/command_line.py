@@ -52,7 +52,8 @@ class Command:
     verb: str
     """The verb that the settings are for."""
     overrides: list[str]
-    """The typed overrides without the one that names `saved`, and without `trust=…`."""
+    """The typed overrides without the one that names `saved`, and without `trust=…`. Those of a
+    new run may add keys (`open_keys`)."""
     saved: Path | None
     """The folder of `resume=` (train, sft, check) or `run=` (`VERBS_WITH_RUN`)."""
     trust: bool

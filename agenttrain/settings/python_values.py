@@ -5,7 +5,7 @@
 
 A function or class is written as its dotted name, so that config.yaml says what ran, and a resumed
 run or another process of it can import the same. What was defined in a notebook or in the program
-itself is ``__main__.add``, which is found in that process alone (`own_code_problems`).
+itself is ``__main__.add``, which is found in that process alone.
 """
 
 from __future__ import annotations

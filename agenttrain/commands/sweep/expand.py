@@ -43,7 +43,10 @@ class Expansion:
     """Settings under `fixed`, with Hydra's own."""
 
     def with_overrides(self, *overrides: str) -> Expansion:
-        """Return the expansion with further overrides in each of its `runs`; `raw` stays."""
+        """Return the expansion with further overrides in its `runs` and in `fixed`.
+
+        `raw` stays, and so does `search`: `submit`, for which this is, refuses searches.
+        """
         runs = [[*run, *overrides] for run in self.runs]
         return replace(self, runs=runs, fixed=[*self.fixed, *overrides])
 
