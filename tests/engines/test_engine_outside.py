@@ -111,6 +111,10 @@ def test_an_evaluation_needs_no_engine_that_records_experts(folder, monkeypatch)
     admit_engine(composed, "eval")
 
 
+def test_play_takes_it(folder) -> None:
+    assert main(["check", "play", OUTSIDE]) == 0
+
+
 def test_another_engine_beside_it_is_refused(folder, capsys) -> None:
     assert main(["check", "engine=vllm", OUTSIDE]) == 2
     assert capsys.readouterr().err == (
