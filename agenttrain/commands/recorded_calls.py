@@ -14,7 +14,7 @@ MAIN_AGENT = 0
 """Number of the first agent's first trajectory."""
 
 
-class Place(NamedTuple):
+class TurnPlace(NamedTuple):
     """Where a turn is recorded."""
 
     trajectory: int
@@ -38,7 +38,7 @@ class RecordedCalls:
 
     A record numbers its trajectories from 0. An agent has one trajectory, or several if its history
     was rewritten, and is named by the number of its first one. Turns are numbered twice, from 0
-    each: in a trajectory (`Place`), as they are recorded, and over all trajectories of an agent
+    each: in a trajectory (`TurnPlace`), as they are recorded, and over all trajectories of an agent
     (`CallKey`), as a replay counts them.
 
     Example: the main agent calls ``f:0``, which begins a sub-agent that also calls ``f:0``. Their
@@ -55,12 +55,12 @@ class RecordedCalls:
         self.results = self._match_results(record)
         """Call -> its result."""
 
-    def _collect_turns(self) -> dict[int, list[Place]]:
+    def _collect_turns(self) -> dict[int, list[TurnPlace]]:
         """Return the places of each agent's turns.
 
         An agent has several trajectories if its history was rewritten.
         """
-        turns_by_agent: dict[int, list[Place]] = {}
+        turns_by_agent: dict[int, list[TurnPlace]] = {}
         for number, trajectory in enumerate(self._trajectories):
             # A turn may have several sampled spans, so that distinct turns are counted. They are
             # numbered from 0 in each trajectory: three turns are 0, 1 and 2.
@@ -68,7 +68,7 @@ class RecordedCalls:
                 span["turn"] for span in trajectory["spans"] if span["origin"] == Origin.sampled
             }
             places = turns_by_agent.setdefault(self._agent_of(number), [])
-            places += [Place(number, turn) for turn in range(len(sampled_turns))]
+            places += [TurnPlace(number, turn) for turn in range(len(sampled_turns))]
         return turns_by_agent
 
     def _collect_sub_agents(self) -> dict[CallKey, list[int]]:
@@ -76,7 +76,7 @@ class RecordedCalls:
         sub_agents: dict[CallKey, list[int]] = {}
         for agent in self._turns_by_agent:
             if (delegation := self._trajectories[agent].get("delegation")) is not None:
-                key = self._key(Place(*delegation["caller"]), delegation["call_id"])
+                key = self._key(TurnPlace(*delegation["caller"]), delegation["call_id"])
                 sub_agents.setdefault(key, []).append(agent)
         return sub_agents
 
@@ -99,12 +99,12 @@ class RecordedCalls:
         parent = self._trajectories[number]["parent"]
         return number if parent is None else self._agent_of(parent[0])
 
-    def _key(self, place: Place, call_id: str) -> CallKey:
+    def _key(self, place: TurnPlace, call_id: str) -> CallKey:
         """Return the key of a call; the index of its place is the turn among the agent's turns."""
         agent = self._agent_of(place.trajectory)
         return CallKey(agent, self._turns_by_agent[agent].index(place), call_id)
 
-    def _turns_in_order_of_answers(self, agent: int) -> Iterator[Place]:
+    def _turns_in_order_of_answers(self, agent: int) -> Iterator[TurnPlace]:
         """Yield the turns of an agent and of its sub-agents as their calls were answered.
 
         A sub-agent's calls are answered before the call that began it. If turn 0 of agent 0 begins
@@ -122,7 +122,7 @@ class RecordedCalls:
                 yield from self._turns_in_order_of_answers(sub_agent)
             yield place
 
-    def _answered_calls(self, place: Place) -> list[str]:
+    def _answered_calls(self, place: TurnPlace) -> list[str]:
         """Return the ids of a turn's calls that got a tool message as reply, in their order.
 
         `place` is the turn's trajectory and its number there. Malformed calls may get no reply, nor
