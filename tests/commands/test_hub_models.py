@@ -14,6 +14,7 @@ from stub_hub import StubHub, bundled_files
 from agenttrain import cli
 from agenttrain.commands.running import compose_all
 from agenttrain.commands.sweep.command import new_sweep
+from agenttrain.commands.sweep.expand import expand
 from agenttrain.settings.compose import Source, compose_run, hydra_session
 from agenttrain.settings.pinning import pin, pins
 from agenttrain.settings.saved import settings_for_auto_resume
@@ -192,7 +193,7 @@ def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
     first, second = hub.publish(NAME), hub.publish("me/other", with_limits())
     grid = parse(["-m", "experiment=none", f"model.path={NAME},me/other"])
     with hydra_session(Source()):
-        _, record = new_sweep(grid, compose_all(grid))
+        _, record = new_sweep(grid, compose_all(grid), expand(grid.overrides, grid.source))
     assert [job.overrides[-1] for job in record.jobs] == [
         f'++model.revision="{first}"',
         f'++model.revision="{second}"',
@@ -200,7 +201,7 @@ def test_all_jobs_of_a_sweep_have_the_commit_of_its_start(hub: StubHub) -> None:
     words = [f"model.path={NAME}", "optimizer.lr=1e-5,1e-4", "seed=0,1", "sweep.trials=2"]
     search = parse(["-m", "experiment=none", "sweep=optuna", *words])
     with hydra_session(Source()):
-        _, record = new_sweep(search, compose_all(search))
+        _, record = new_sweep(search, compose_all(search), expand(search.overrides, search.source))
     assert record.search is not None
     assert {repeat[-1] for repeat in record.search.repeats} == {f'++model.revision="{first}"'}
 
