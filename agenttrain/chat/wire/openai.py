@@ -138,6 +138,14 @@ def read_object(body: bytes) -> dict[str, Any]:
     return data
 
 
+def parse_request(body: bytes, roles: Mapping[str, str] = MappingProxyType({})) -> Question:
+    """Read the body of a request to `agenttrain serve`; raises RequestError as `read_served`.
+
+    It is for programs that check a body without a server.
+    """
+    return read_served(read_object(body), roles)
+
+
 def read_served(data: Mapping[str, Any], roles: Mapping[str, str]) -> Question:
     """Return the body of a request to `agenttrain serve` as a Question.
 
