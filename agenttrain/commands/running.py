@@ -16,7 +16,7 @@ from shlex import quote
 from omegaconf import Container, OmegaConf
 
 from agenttrain.commands.verb import call_command
-from agenttrain.commands.verbs import LIKE_TRAIN, RUNNING
+from agenttrain.commands.verbs import DECLARED, LIKE_TRAIN, RUNNING
 from agenttrain.settings.command_line import (
     CHECK,
     RUN_DIR,
@@ -46,12 +46,6 @@ from agenttrain.utils.sections import raise_config_error
 SWEPT = (*RUNNING, CHECK)
 WITH_FOLDER = ("rescore", "engine-server")
 """Verbs whose folder `agenttrain check` takes as they do."""
-CHECKS_OF_VERBS = {
-    "submit": "slurm.submit:check_job",
-    "rescore": "records:check_rescore",
-    "engine-server": "engine_server:check_server",
-}
-"""Verbs that compose their settings themselves, and their function for `agenttrain check`."""
 
 
 def run_verb(args: Namespace, overrides: Sequence[str]) -> int:
@@ -68,8 +62,9 @@ def check_verb_settings(args: Namespace, overrides: Sequence[str]) -> int:
             f"{args.folder}: settings are written key=value; see agenttrain check --help"
         )
     shows = args.cfg or args.info or args.hydra_help
-    if not shows and args.target in CHECKS_OF_VERBS:
-        return call_command(CHECKS_OF_VERBS[args.target], args, overrides)
+    check = None if args.target is None else DECLARED[args.target].check
+    if check is not None and not shows:
+        return call_command(check, args, overrides)
     command = command_of(verb, args, overrides, checks=True)
     return _show(command, args) if shows else _check(command)
 

@@ -81,6 +81,9 @@ class Verb:
 
     It is imported when the verb runs, and gets the arguments and, if the verb takes any, the
     settings."""
+    check: str | None = None
+    """The function of `agenttrain check` for a verb that composes its settings itself, named and
+    called as `command` is. None: they are composed and checked as those of a run."""
     add_arguments: Callable[[ArgumentParser], None] = lambda parser: None
     settings: Mapping[str, str] | None = None
     """Settings that users of the verb look for, and their meanings; None: it takes no settings."""

@@ -346,6 +346,7 @@ _DECLARED = (
         },
         add_arguments=_submit,
         command="slurm.submit:submit",
+        check="slurm.submit:check_job",
         settings=SAVED | NEW_FOLDER,
     ),
     Verb(
@@ -489,6 +490,7 @@ _DECLARED = (
         },
         add_arguments=_rescore,
         command="records:rescore",
+        check="records:check_rescore",
         settings={"reward=[…]": "the other reward", **TRUST},
     ),
     Verb(
@@ -536,6 +538,7 @@ _DECLARED = (
         },
         add_arguments=_engine_server,
         command="engine_server:engine_server",
+        check="engine_server:check_server",
         settings={"trust=true": "start what the folder's plan names, if somebody else wrote it"},
     ),
     Verb(
